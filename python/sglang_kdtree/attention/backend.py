@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The attention backend `kdtree_mla`: MLA attention of decode, tree verify and cached prefill through one op.
+
+Decode is a tree of one node. Target verify is a tree of `width` nodes a request. A prefill chunk behind a cached prefix
+is cut into causal chains of at most 256 tokens. What changes once a step is computed once, in init_forward_metadata;
+a layer then writes its KV rows and calls the op.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.attention.verify_mask import VerifyMask
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+from sglang.srt.runtime_context import get_parallel, get_spec
+from sglang.srt.speculative.eagle_utils import TreeMaskMode
+
+from sglang_kdtree.attention import tree_mask
+from sglang_kdtree.attention.support import LATENT, ROPE, check_supported
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.radix_attention import RadixAttention
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+logger = logging.getLogger(__name__)
+
+MAX_WIDTH = 256  # draft tokens a request that one call of the op takes
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of the op: `width` query tokens of each of some requests.
+
+    tokens: rows of the step's flat token dimension, or None where the call covers all of them in order.
+    table_rows: [batch] int64; prefix_lens: [batch]; mask: [batch * width, words] int32, or None for causal chains.
+    """
+
+    width: int
+    tokens: torch.Tensor | None
+    table_rows: torch.Tensor
+    prefix_lens: torch.Tensor
+    mask: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class StepMetadata:
+    """What one forward step's layers share.
+
+    calls: how the step's tokens are attended in absorbed form. extend_lens: new tokens a request, in an extend step.
+    """
+
+    calls: list[Call]
+    extend_lens: list[int] | None = None
+
+
+class KDTreeMLABackend(AttentionBackend):
+    """See the module. Refuses what it does not serve with UnsupportedError."""
+
+    needs_cpu_seq_lens = False
+
+    def __init__(self, runner: ModelRunner) -> None:
+        super().__init__()
+        check_supported(runner)
+        self.token_to_kv_pool = runner.token_to_kv_pool
+        self.slot_table: torch.Tensor = runner.req_to_token_pool.req_to_token
+        self.kv_index_translator = runner.kv_index_translator
+        self.data_type = self.kv_cache_dtype = runner.kv_cache_dtype
+        self.forward_metadata: StepMetadata | None = None
+        self._verify_mask = self._make_verify_mask(runner)
+        self._log_start(runner)
+
+    @staticmethod
+    def _make_verify_mask(runner: ModelRunner) -> VerifyMask | None:
+        """The QLEN_ONLY mask that a draft stage fills in place: width * width a request, whatever the context."""
+        width = get_spec().speculative_num_draft_tokens
+        if runner.is_draft_worker or not width:
+            return None
+        max_batch = runner.req_to_token_pool.size
+        buffer = torch.zeros(max_batch * width * width, dtype=torch.bool, device=runner.device)
+        return VerifyMask(buffer=buffer, mode=TreeMaskMode.QLEN_ONLY, max_bs=max_batch)
+
+    @staticmethod
+    def _log_start(runner: ModelRunner) -> None:
+        parallel = get_parallel()
+        logger.info(
+            "kdtree_mla: rank=%d/%d pid=%d device=%s kernel=%s kv_cache=%s mode=native role=%s",
+            parallel.tp_rank,
+            parallel.tp_size,
+            os.getpid(),
+            runner.device,
+            torch.ops.sgl_kernel.kdtree_mla_cpu_variant(),
+            str(runner.kv_cache_dtype).removeprefix("torch."),
+            "draft" if runner.is_draft_worker else "target",
+        )
+
+    @property
+    def verify_mask(self) -> VerifyMask | None:
+        return self._verify_mask
+
+    def update_verify_buffers_to_fill_after_draft(self, spec_info: Any, cuda_graph_bs: int | None) -> None:
+        """Nothing to do: the mask is packed in init_forward_metadata, which runs after the draft stage."""
+
+    def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
+        mode = forward_batch.forward_mode
+        if mode.is_idle():
+            self.forward_metadata = StepMetadata(calls=[])
+        elif mode.is_decode():
+            self.forward_metadata = StepMetadata(calls=[self._decode_call(forward_batch)])
+        elif mode.is_target_verify():
+            self.forward_metadata = StepMetadata(calls=[self._verify_call(forward_batch)])
+        else:
+            self.forward_metadata = self._extend_metadata(forward_batch)
+
+    @staticmethod
+    def _decode_call(forward_batch: ForwardBatch) -> Call:
+        # seq_lens counts the token that this step computes.
+        return Call(1, None, forward_batch.req_pool_indices, forward_batch.seq_lens - 1)
+
+    @staticmethod
+    def _verify_call(forward_batch: ForwardBatch) -> Call:
+        spec = forward_batch.spec_info
+        width: int = spec.draft_token_num
+        prefix_lens = forward_batch.seq_lens  # committed tokens: the tree's are not counted
+        mask = getattr(spec, "custom_mask", None)
+        # topk 1 is a chain, which the op knows without a mask; NGRAM's irregular trees say -1.
+        if mask is None or mask.numel() == 0 or getattr(spec, "tree_topk", None) == 1:
+            return Call(width, None, forward_batch.req_pool_indices, prefix_lens)
+        packed = tree_mask.pack(tree_mask.qlen_only(mask, prefix_lens, width))
+        return Call(width, None, forward_batch.req_pool_indices, prefix_lens, packed)
+
+    @staticmethod
+    def _extend_metadata(forward_batch: ForwardBatch) -> StepMetadata:
+        """Cut each request's new tokens into chains of at most MAX_WIDTH; chains of one width share a call."""
+        extend_lens = list(forward_batch.extend_seq_lens_cpu)
+        prefix_lens = list(forward_batch.extend_prefix_lens_cpu)
+        chains: dict[int, list[tuple[int, int, int]]] = {}  # width -> (first token, request, tokens before it)
+        first = 0
+        for request, (extend, prefix) in enumerate(zip(extend_lens, prefix_lens, strict=True)):
+            for done in range(0, extend, MAX_WIDTH):
+                width = min(MAX_WIDTH, extend - done)
+                chains.setdefault(width, []).append((first + done, request, prefix + done))
+            first += extend
+        calls = []
+        for width, entries in chains.items():
+            starts, requests, prefixes = torch.tensor(entries, device=forward_batch.seq_lens.device).unbind(1)
+            tokens = (starts[:, None] + torch.arange(width, device=starts.device)).flatten()
+            calls.append(Call(width, tokens, forward_batch.req_pool_indices[requests], prefixes))
+        return StepMetadata(calls=calls, extend_lens=extend_lens)
+
+    def forward_decode(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool = True,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        return self._forward_absorbed(q, k, v, layer, forward_batch, save_kv_cache)
+
+    def forward_extend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool = True,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        if layer.qk_head_dim != LATENT + ROPE:
+            return self._forward_first_chunk(q, k, v, layer)
+        return self._forward_absorbed(q, k, v, layer, forward_batch, save_kv_cache)
+
+    def _forward_absorbed(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool,
+    ) -> torch.Tensor:
+        """q: [tokens, heads * 576]; k: [tokens, 1, 576], written to the cache. Returns [tokens, heads * 512]."""
+        if save_kv_cache and k is not None:
+            self.token_to_kv_pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc, None), k, v)
+        kv_cache = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
+        q = q.view(-1, layer.tp_q_head_num, LATENT + ROPE)
+        out = q.new_empty(q.shape[0], layer.tp_q_head_num, LATENT)
+        for call in self.forward_metadata.calls:
+            whole = call.tokens is None
+            part = out if whole else q.new_empty(len(call.tokens), layer.tp_q_head_num, LATENT)
+            torch.ops.sgl_kernel.kdtree_mla_verify(
+                q if whole else q[call.tokens],
+                kv_cache,
+                self.slot_table,
+                call.table_rows,
+                1,
+                call.prefix_lens,
+                call.mask,
+                layer.scaling,
+                1.0,
+                part,
+                None,
+                None,
+            )
+            if not whole:
+                out[call.tokens] = part
+        return out.view(-1, layer.tp_q_head_num * LATENT)
+
+    def _forward_first_chunk(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: RadixAttention
+    ) -> torch.Tensor:
+        """Causal attention of prompts without a cached prefix, not absorbed: plain multi-head attention.
+
+        q, k: [tokens, heads, 192]; v: [tokens, heads, 128]. Returns [tokens, heads * 128].
+        """
+        heads = layer.tp_q_head_num
+        q, k = (t.view(-1, heads, layer.qk_head_dim) for t in (q, k))
+        v = v.view(-1, heads, layer.v_head_dim)
+        # torch's fused CPU attention wants one head size; without it the scores of the whole prompt are stored.
+        v = torch.nn.functional.pad(v, (0, layer.qk_head_dim - layer.v_head_dim))
+        lens = self.forward_metadata.extend_lens
+        outputs = []
+        for one_q, one_k, one_v in zip(q.split(lens), k.split(lens), v.split(lens), strict=True):
+            attended = torch.nn.functional.scaled_dot_product_attention(
+                one_q.transpose(0, 1)[None],
+                one_k.transpose(0, 1)[None],
+                one_v.transpose(0, 1)[None],
+                is_causal=True,
+                scale=layer.scaling,
+            )
+            outputs.append(attended[0].transpose(0, 1)[..., : layer.v_head_dim])
+        return torch.cat(outputs).reshape(-1, heads * layer.v_head_dim)

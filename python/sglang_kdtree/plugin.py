@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a process comes to have the backend.
+
+SGLang calls `register` (entry point `kdtree`, group `sglang.srt.plugins`) before it parses arguments and again at the
+start of every worker process. It logs an exception raised here and goes on; the name `kdtree_mla` is then no valid
+choice, so start-up ends with an error instead of another backend.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from sglang_kdtree import vendored
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+BACKEND = "kdtree_mla"
+
+
+class KernelLibraryError(RuntimeError):
+    """The sgl_kernel library of this process is not the one that this fork builds."""
+
+
+def load_kernels() -> None:
+    """Load sgl_kernel's library and see that it has the op; raises KernelLibraryError that names the file."""
+    import torch
+
+    package = vendored.package_path("sgl_kernel")
+    if package is None:
+        raise KernelLibraryError("the package sgl_kernel is not installed. Run `make vendor kernels`.")
+    libraries = sorted(str(p) for p in package.glob("common_ops.*"))
+    try:
+        import sgl_kernel  # noqa: F401  (registers torch.ops.sgl_kernel)
+    except ImportError as error:
+        reason = str(error).strip()
+        raise KernelLibraryError(
+            f"the kernel library {', '.join(libraries) or package / 'common_ops.*'} does not load: {reason}\n"
+            "Run `make kernels` with the torch that is installed here."
+        ) from error
+    if not hasattr(torch.ops.sgl_kernel, "kdtree_mla_verify"):
+        raise KernelLibraryError(
+            f"the kernel library of {package} has no op kdtree_mla_verify: it is upstream's, not this fork's. "
+            "Run `make kernels`, or install this fork's sglang-kernel wheel."
+        )
+
+
+def create_backend(runner: ModelRunner) -> AttentionBackend:
+    """The factory that SGLang calls for each model runner."""
+    from sglang_kdtree.attention.backend import KDTreeMLABackend
+
+    return KDTreeMLABackend(runner)
+
+
+def register() -> None:
+    """Entry point `kdtree`: register the attention backend with SGLang."""
+    vendored.check()
+    load_kernels()
+    from sglang.srt.arg_groups.choices import add_attention_backend_choices
+    from sglang.srt.layers.attention.attention_registry import register_attention_backend
+
+    add_attention_backend_choices([BACKEND])
+    register_attention_backend(BACKEND)(create_backend)
