@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Train the tiny model of the tests on text that ships with Python: the standard library's sources and documentation.
 
-    python test/models/train.py --out test/models/tiny-mla [--device cuda] [--steps 4000] [--stdlib DIR]
+    python test/models/train.py --out test/models/tiny-mla [--device cuda] [--steps 5000] [--stdlib DIR]
 
 Writes config.json, model.safetensors (bf16), the tokenizer and training.json; prints held-out bits per byte. One file
 in twenty, by a hash of its name, is held out. Seeded; a run on another device or torch version gives other weights of
@@ -15,7 +15,6 @@ import ast
 import hashlib
 import json
 import math
-import platform
 import sysconfig
 import time
 from pathlib import Path
@@ -99,6 +98,11 @@ def docstring_dialogues(source: str, name: str) -> list[str]:
     return dialogues
 
 
+def is_held_out(relative: Path) -> bool:
+    """One file in twenty, by the hash of its path below the standard library's folder."""
+    return hashlib.sha256(str(relative).encode()).digest()[0] % 20 == 0
+
+
 def read_corpus(stdlib: Path) -> tuple[list[str], list[str]]:
     """Training and held-out documents."""
     train: list[str] = []
@@ -114,8 +118,7 @@ def read_corpus(stdlib: Path) -> tuple[list[str], list[str]]:
             texts = list(ast.literal_eval(text[text.index("{") :]).values())
         else:
             texts = [text, *docstring_dialogues(text, relative.with_suffix("").as_posix().replace("/", "."))]
-        chosen = held_out if hashlib.sha256(str(relative).encode()).digest()[0] % 20 == 0 else train
-        chosen.extend(texts)
+        (held_out if is_held_out(relative) else train).extend(texts)
     return train, held_out
 
 
@@ -196,7 +199,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
     parser.add_argument("--stdlib", type=Path, default=Path(sysconfig.get_paths()["stdlib"]))
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--steps", type=int, default=4000)
+    parser.add_argument("--steps", type=int, default=5000)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--length", type=int, default=1024)
     parser.add_argument("--lr", type=float, default=3e-3)
@@ -233,7 +236,8 @@ def main() -> None:
     (args.out / "tokenizer_config.json").write_text(json.dumps(tokenizer_config, indent=2) + "\n")
     facts = {"held_out_bits_per_byte": round(held_out, 3), "parameters": parameters, "steps": args.steps}
     facts |= {"batch": args.batch, "length": args.length, "lr": args.lr, "seed": args.seed}
-    facts |= {"python": platform.python_version(), "torch": torch.__version__, "device": args.device}
+    corpus = hashlib.sha256("\0".join(train_texts).encode()).hexdigest()
+    facts |= {"corpus_sha256": corpus, "torch": torch.__version__, "device": args.device}
     if args.device == "cuda":
         facts["device"] = torch.cuda.get_device_name()
     (args.out / "training.json").write_text(json.dumps(facts, indent=2) + "\n")

@@ -7,6 +7,7 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstdlib>
 #include <limits>
@@ -121,7 +122,8 @@ std::vector<Request> plan_requests(
         "kdtree_mla_verify: request ", b, " has ", r.prefix, " committed and ", width, " draft tokens; a row of slot_table holds ",
         slot_table.size(1) * page);
     r.slots = slot_table.const_data_ptr<int32_t>() + row * slot_table.stride(0);
-    r.splits = (r.keys + kSplitKeys - 1) / kSplitKeys;
+    // The last split takes what is left over, half a split at most, so that no split is only a few keys.
+    r.splits = r.keys == 0 ? 0 : std::max<int64_t>(1, (r.keys + kSplitKeys / 2 - 1) / kSplitKeys);
     r.first_partial = partial;
     partial += r.splits * rows;
     check_slots(r, b, page, cache_slots);
@@ -176,29 +178,36 @@ void kdtree_mla_verify_cpu(
   const std::vector<Request> requests =
       plan_requests(slot_table, table_rows, page, prefix_lens, width, rows, kv_cache.size(0));
 
-  // Blocks of rows as large as the kernel takes, so that a key tile is packed for many rows; smaller ones only where
-  // threads would idle. How rows are cut changes no bit of the result.
+  // Blocks of rows as large as the kernel takes, so that a packed key tile serves many rows; smaller ones where threads
+  // would idle. Neither how rows are cut nor who takes which place changes a bit of the result.
   int64_t splits = 0;
   for (const Request& r : requests) splits += r.splits;
-  const int64_t whole = (rows + kMaxBlockRows - 1) / kMaxBlockRows;
-  const int64_t spare = splits == 0 ? 1 : (at::get_num_threads() + splits - 1) / splits;
-  const int64_t blocks = std::max(whole, std::min(spare, rows / 24));
+  const int64_t threads = at::get_num_threads();
+  const int64_t wanted = splits == 0 ? 1 : (2 * threads + splits - 1) / splits;
+  const int64_t blocks = std::max((rows + kMaxBlockRows - 1) / kMaxBlockRows, std::min(wanted, rows / 32));
   const int64_t block_rows = (rows + blocks - 1) / blocks;
 
   struct Place {
-    int64_t request, split, block;
+    int64_t request, split, block, begin, end;
   };
   std::vector<Place> places;
   for (int64_t b = 0; b < batch; ++b) {
     for (int64_t s = 0; s < requests[b].splits; ++s) {
-      for (int64_t block = 0; block * block_rows < rows; ++block) places.push_back({b, s, block});
+      const int64_t end = s + 1 == requests[b].splits ? requests[b].keys : (s + 1) * kSplitKeys;
+      for (int64_t block = 0; block * block_rows < rows; ++block) {
+        places.push_back({b, s, block, s * kSplitKeys, end});
+      }
     }
   }
+  // Large places first, each taken by whichever thread is free: uneven requests keep all threads busy to the end.
+  std::stable_sort(
+      places.begin(), places.end(), [](const Place& x, const Place& y) { return x.end - x.begin > y.end - y.begin; });
+  std::atomic<size_t> next{0};
   Partials partials(splits * rows);
   const int64_t mask_stride = (width + 31) / 32;
-  at::parallel_for(0, static_cast<int64_t>(places.size()), 1, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) {
-      const auto [b, split, block] = places[i];
+  at::parallel_for(0, threads, 1, [&](int64_t, int64_t) {
+    for (size_t i = next++; i < places.size(); i = next++) {
+      const auto [b, split, block, begin, end] = places[i];
       const Request& r = requests[b];
       VerifyTask task;
       task.query = static_cast<const char*>(q.const_data_ptr()) + b * width * q.stride(0) * bytes;
@@ -209,8 +218,8 @@ void kdtree_mla_verify_cpu(
       task.slots = r.slots;
       task.page = page;
       task.prefix = r.prefix;
-      task.begin = split * kSplitKeys;
-      task.end = std::min(r.keys, task.begin + kSplitKeys);
+      task.begin = begin;
+      task.end = end;
       task.tree_mask =
           tree_mask.has_value() ? tree_mask->const_data_ptr<int32_t>() + b * width * mask_stride : nullptr;
       task.mask_stride = mask_stride;

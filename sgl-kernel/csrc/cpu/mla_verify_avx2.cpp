@@ -71,8 +71,8 @@ struct Avx2 {
   }
 
   template <Storage kStorage>
-  static void pack_keys(const char* const* rows, float* to) {
-    for (int n = 0; n < kTileKeys; n += 8) {
+  static void pack_keys(const char* const* rows, int count, float* to) {
+    for (int n = 0; n < count; n += 8) {
       for (int c = 0; c < kHead; c += 8) {
         Vector t[8], u[8];
         for (int i = 0; i < 8; ++i) t[i] = load_values<kStorage>(rows[n + i], c);
@@ -95,8 +95,8 @@ struct Avx2 {
   }
 
   template <Storage kStorage>
-  static void pack_values(const char* const* rows, float* to) {
-    for (int n = 0; n < kTileKeys; ++n) {
+  static void pack_values(const char* const* rows, int count, float* to) {
+    for (int n = 0; n < count; ++n) {
       for (int c = 0; c < kLatent; c += kLanes) {
         _mm256_store_ps(to + n * kLatent + c, load_values<kStorage>(rows[n], c));
       }

@@ -89,8 +89,8 @@ struct Fp32Units : Avx512 {
   }
 
   template <Storage kStorage>
-  static void pack_keys(const char* const* rows, float* to) {
-    for (int n = 0; n < kTileKeys; n += 16) {
+  static void pack_keys(const char* const* rows, int count, float* to) {
+    for (int n = 0; n < count; n += 16) {
       for (int c = 0; c < kHead; c += 16) {
         __m512i t[16];
         for (int i = 0; i < 16; ++i) t[i] = _mm512_castps_si512(load_values<kStorage>(rows[n + i], c));
@@ -101,8 +101,8 @@ struct Fp32Units : Avx512 {
   }
 
   template <Storage kStorage>
-  static void pack_values(const char* const* rows, float* to) {
-    for (int n = 0; n < kTileKeys; ++n) {
+  static void pack_values(const char* const* rows, int count, float* to) {
+    for (int n = 0; n < count; ++n) {
       for (int c = 0; c < kLatent; c += kLanes) {
         _mm512_store_ps(to + n * kLatent + c, load_values<kStorage>(rows[n], c));
       }
@@ -128,8 +128,8 @@ struct Bf16Units : Avx512 {
   }
 
   template <Storage>
-  static void pack_keys(const char* const* rows, float* to) {
-    for (int n = 0; n < kTileKeys; n += 16) {
+  static void pack_keys(const char* const* rows, int count, float* to) {
+    for (int n = 0; n < count; n += 16) {
       for (int u = 0; u < kHead / 2; u += 16) {
         __m512i t[16];
         for (int i = 0; i < 16; ++i) t[i] = _mm512_loadu_si512(rows[n + i] + u * 4);
@@ -140,14 +140,20 @@ struct Bf16Units : Avx512 {
   }
 
   template <Storage>
-  static void pack_values(const char* const* rows, float* to) {
-    for (int u = 0; u < kTileKeys / 2; ++u) {
-      for (int c = 0; c < kLatent; c += kLanes) {
-        const __m512i even = _mm512_cvtepu16_epi32(
-            _mm256_loadu_si256(reinterpret_cast<const __m256i*>(rows[2 * u] + c * 2)));
-        const __m512i odd = _mm512_cvtepu16_epi32(
-            _mm256_loadu_si256(reinterpret_cast<const __m256i*>(rows[2 * u + 1] + c * 2)));
-        _mm512_store_si512(to + u * kLatent + c, _mm512_or_si512(even, _mm512_slli_epi32(odd, 16)));
+  static void pack_values(const char* const* rows, int count, float* to) {
+    alignas(64) int16_t order[2][32];  // picks the 16-bit values of two rows alternately: columns 0-15, then 16-31
+    for (int i = 0; i < 32; ++i) {
+      order[0][i] = static_cast<int16_t>(i / 2 + (i % 2) * 32);
+      order[1][i] = static_cast<int16_t>(order[0][i] + 16);
+    }
+    const __m512i low = _mm512_load_si512(order[0]);
+    const __m512i high = _mm512_load_si512(order[1]);
+    for (int u = 0; u < count / 2; ++u) {
+      for (int c = 0; c < kLatent; c += 32) {
+        const __m512i even = _mm512_loadu_si512(rows[2 * u] + c * 2);
+        const __m512i odd = _mm512_loadu_si512(rows[2 * u + 1] + c * 2);
+        _mm512_store_si512(to + u * kLatent + c, _mm512_permutex2var_epi16(even, low, odd));
+        _mm512_store_si512(to + u * kLatent + c + 16, _mm512_permutex2var_epi16(even, high, odd));
       }
     }
   }

@@ -25,6 +25,7 @@
 namespace {
 
 using kdtree::kHead;
+using kdtree::kKeyGroup;
 using kdtree::kLatent;
 using kdtree::kMaxBlockRows;
 using kdtree::kTileKeys;
@@ -34,65 +35,69 @@ using kdtree::VerifyTask;
 
 constexpr float kMinusInf = -__builtin_inff();
 
-// Not std::min: its instantiation could be shared with files compiled for another instruction set.
-template <class T>
-inline T smaller(T a, T b) {
-  return b < a ? b : a;
-}
+// C[rows, columns] = (alpha ? alpha[row] * C : 0) + A[rows, units] . B[units, columns].
+struct Product {
+  int rows, columns, units;
+  const float* a;
+  int lda;
+  const float* b;
+  int ldb;
+  float* c;
+  int ldc;
+  const float* alpha;
+};
 
-// C[rows, columns] = (alpha ? alpha[row] * C : 0) + A[rows, units] . B[units, columns], MR rows at a time.
-template <class Isa, int MR>
-inline void product_rows(
-    int columns, int units, const float* a, int lda, const float* b, int ldb, float* c, int ldc, const float* alpha) {
+// MR rows from `row` on times NV vectors of columns from `column` on, in registers.
+template <class Isa, int MR, int NV>
+inline void product_block(const Product& p, int row, int column) {
   using V = typename Isa::Vector;
-  constexpr int NV = Isa::kColumnVectors;
-  for (int n = 0; n < columns; n += NV * Isa::kLanes) {
-    V acc[MR][NV];
+  const float* a = p.a + row * p.lda;
+  const float* b = p.b + column;
+  float* c = p.c + row * p.ldc + column;
+  V acc[MR][NV];
+  for (int m = 0; m < MR; ++m) {
+    for (int v = 0; v < NV; ++v) {
+      acc[m][v] = p.alpha == nullptr
+                      ? Isa::zero()
+                      : Isa::mul(Isa::broadcast(p.alpha + row + m), Isa::load(c + m * p.ldc + v * Isa::kLanes));
+    }
+  }
+  for (int u = 0; u < p.units; ++u) {
+    V bv[NV];
+    for (int v = 0; v < NV; ++v) bv[v] = Isa::load(b + u * p.ldb + v * Isa::kLanes);
     for (int m = 0; m < MR; ++m) {
-      for (int v = 0; v < NV; ++v) {
-        acc[m][v] = alpha == nullptr
-                        ? Isa::zero()
-                        : Isa::mul(Isa::broadcast(alpha + m), Isa::load(c + m * ldc + n + v * Isa::kLanes));
-      }
+      const V am = Isa::broadcast(a + m * p.lda + u);
+      for (int v = 0; v < NV; ++v) acc[m][v] = Isa::multiply_add(am, bv[v], acc[m][v]);
     }
-    for (int u = 0; u < units; ++u) {
-      V bv[NV];
-      for (int v = 0; v < NV; ++v) bv[v] = Isa::load(b + u * ldb + n + v * Isa::kLanes);
-      for (int m = 0; m < MR; ++m) {
-        const V am = Isa::broadcast(a + m * lda + u);
-        for (int v = 0; v < NV; ++v) acc[m][v] = Isa::multiply_add(am, bv[v], acc[m][v]);
-      }
-    }
-    for (int m = 0; m < MR; ++m) {
-      for (int v = 0; v < NV; ++v) Isa::store(c + m * ldc + n + v * Isa::kLanes, acc[m][v]);
-    }
+  }
+  for (int m = 0; m < MR; ++m) {
+    for (int v = 0; v < NV; ++v) Isa::store(c + m * p.ldc + v * Isa::kLanes, acc[m][v]);
   }
 }
 
+template <class Isa, int MR>
+inline void product_rows(const Product& p, int row) {
+  constexpr int kWide = Isa::kColumnVectors * Isa::kLanes;
+  int column = 0;
+  for (; column + kWide <= p.columns; column += kWide) product_block<Isa, MR, Isa::kColumnVectors>(p, row, column);
+  for (; column < p.columns; column += Isa::kLanes) product_block<Isa, MR, 1>(p, row, column);
+}
+
+// Columns must be a multiple of Isa::kLanes. Rows go in groups as even as possible: a last group of one or two would
+// wait for the loads of B.
 template <class Isa>
-void product(
-    int rows,
-    int columns,
-    int units,
-    const float* a,
-    int lda,
-    const float* b,
-    int ldb,
-    float* c,
-    int ldc,
-    const float* alpha) {
+void product(const Product& p) {
   static_assert(Isa::kRows == 6);
-  for (int m = 0; m < rows; m += Isa::kRows) {
-    const float* am = a + m * lda;
-    float* cm = c + m * ldc;
-    const float* alpha_m = alpha == nullptr ? nullptr : alpha + m;
-    switch (smaller(rows - m, Isa::kRows)) {
-      case 1: product_rows<Isa, 1>(columns, units, am, lda, b, ldb, cm, ldc, alpha_m); break;
-      case 2: product_rows<Isa, 2>(columns, units, am, lda, b, ldb, cm, ldc, alpha_m); break;
-      case 3: product_rows<Isa, 3>(columns, units, am, lda, b, ldb, cm, ldc, alpha_m); break;
-      case 4: product_rows<Isa, 4>(columns, units, am, lda, b, ldb, cm, ldc, alpha_m); break;
-      case 5: product_rows<Isa, 5>(columns, units, am, lda, b, ldb, cm, ldc, alpha_m); break;
-      default: product_rows<Isa, 6>(columns, units, am, lda, b, ldb, cm, ldc, alpha_m); break;
+  const int groups = (p.rows + Isa::kRows - 1) / Isa::kRows;
+  for (int group = 0; group < groups; ++group) {
+    const int row = p.rows * group / groups;
+    switch (p.rows * (group + 1) / groups - row) {
+      case 1: product_rows<Isa, 1>(p, row); break;
+      case 2: product_rows<Isa, 2>(p, row); break;
+      case 3: product_rows<Isa, 3>(p, row); break;
+      case 4: product_rows<Isa, 4>(p, row); break;
+      case 5: product_rows<Isa, 5>(p, row); break;
+      default: product_rows<Isa, 6>(p, row); break;
     }
   }
 }
@@ -110,16 +115,22 @@ struct Scratch {
   alignas(64) float alpha[kMaxBlockRows];
 };
 
+// Keys of the tile that starts at `first`. (Not std::min, here and below: the linker could give its instantiation to a
+// file compiled for another instruction set.)
+inline int tile_count(int64_t first, int64_t end) {
+  return static_cast<int>(end - first < kTileKeys ? end - first : kTileKeys);
+}
+
 // The slots of one tile as row pointers; a key past the end reads zeros (its weight is zero, so it must be finite).
-inline void gather_rows(const VerifyTask& task, int64_t first, int count, const char** rows) {
+inline void gather_rows(const VerifyTask& task, int64_t first, int count, int padded, const char** rows) {
   alignas(64) static const char zeros[kHead * 4] = {};
-  for (int n = 0; n < kTileKeys; ++n) {
+  for (int n = 0; n < padded; ++n) {
     rows[n] = n < count ? task.kv + kdtree::slot_of(task, first + n) * task.kv_stride : zeros;
   }
 }
 
 inline void prefetch_rows(const VerifyTask& task, int64_t first, int64_t end, int row_bytes) {
-  const int count = static_cast<int>(smaller<int64_t>(kTileKeys, end - first));
+  const int count = tile_count(first, end);
   for (int n = 0; n < count; ++n) {
     const char* row = task.kv + kdtree::slot_of(task, first + n) * task.kv_stride;
     for (int byte = 0; byte < row_bytes; byte += 64) _mm_prefetch(row + byte, _MM_HINT_T1);
@@ -129,28 +140,28 @@ inline void prefetch_rows(const VerifyTask& task, int64_t first, int64_t end, in
 // One tile's online-softmax step (Milakov and Gimelshein 2018; FlashAttention-2, algorithm 1), base 2: scores become
 // weights, the running maximum and sum move on, and alpha is what the accumulated output must be scaled by.
 template <class Isa>
-void softmax_step(const VerifyTask& task, int64_t first, int count, float scale, Scratch<Isa>& s, Partial& partial) {
+void softmax_step(const VerifyTask& task, int64_t first, int count, int padded, Scratch<Isa>& s, Partial& partial) {
   using V = typename Isa::Vector;
-  const bool all_visible = count == kTileKeys && first + count <= task.prefix;
+  const bool all_visible = count == padded && first + count <= task.prefix;
   for (int r = 0; r < task.rows; ++r) {
     float* score = s.scores + r * kTileKeys;
     if (!all_visible) {
       const int token = (task.first_row + r) / task.heads;
-      for (int n = 0; n < kTileKeys; ++n) {
+      for (int n = 0; n < padded; ++n) {
         if (n >= count || !kdtree::visible(task, token, first + n)) score[n] = kMinusInf;
       }
     }
     V peak = Isa::load(score);
-    for (int n = Isa::kLanes; n < kTileKeys; n += Isa::kLanes) peak = Isa::max(peak, Isa::load(score + n));
+    for (int n = Isa::kLanes; n < padded; n += Isa::kLanes) peak = Isa::max(peak, Isa::load(score + n));
     // A row that has seen nothing yet keeps -inf as its maximum, and 0 as the base, so that no -inf - -inf arises.
-    const float tile_peak = Isa::reduce_max(peak) * scale;
+    const float tile_peak = Isa::reduce_max(peak) * task.scale;
     const float top = tile_peak > partial.peak[r] ? tile_peak : partial.peak[r];
     const float base = top == kMinusInf ? 0.f : top;
     s.alpha[r] = ::exp2f(partial.peak[r] - base);
     V sum = Isa::zero();
     const V shift = Isa::set1(-base);
-    const V factor = Isa::set1(scale);
-    for (int n = 0; n < kTileKeys; n += Isa::kLanes) {
+    const V factor = Isa::set1(task.scale);
+    for (int n = 0; n < padded; n += Isa::kLanes) {
       const V weight = Isa::exp2(Isa::fma(Isa::load(score + n), factor, shift));
       sum = Isa::add(sum, weight);
       Isa::store_weights(s.weights + r * Scratch<Isa>::kKeyUnits, n, weight);
@@ -166,6 +177,7 @@ void attend(const VerifyTask& task, void* scratch, Partial& partial) {
   static_assert(sizeof(Scratch<Isa>) <= kdtree::kScratchBytes);
   Scratch<Isa>& s = *static_cast<Scratch<Isa>*>(scratch);
   constexpr int kHeadUnits = Scratch<Isa>::kHeadUnits;
+  constexpr int kKeyUnits = Scratch<Isa>::kKeyUnits;
   constexpr int kRowBytes = kHead * (kStorage == Storage::fp32 ? 4 : 2);
   for (int r = 0; r < task.rows; ++r) {
     Isa::template pack_query<kStorage>(kdtree::query_row(task, r), s.query + r * kHeadUnits);
@@ -175,24 +187,18 @@ void attend(const VerifyTask& task, void* scratch, Partial& partial) {
   std::memset(partial.out, 0, sizeof(float) * task.rows * kLatent);
   const char* rows[kTileKeys];
   for (int64_t first = task.begin; first < task.end; first += kTileKeys) {
-    const int count = static_cast<int>(smaller<int64_t>(kTileKeys, task.end - first));
-    gather_rows(task, first, count, rows);
+    const int count = tile_count(first, task.end);
+    const int padded = (count + kKeyGroup - 1) / kKeyGroup * kKeyGroup;
+    gather_rows(task, first, count, padded, rows);
     if (first + kTileKeys < task.end) prefetch_rows(task, first + kTileKeys, task.end, kRowBytes);
-    Isa::template pack_keys<kStorage>(rows, s.keys);
-    product<Isa>(task.rows, kTileKeys, kHeadUnits, s.query, kHeadUnits, s.keys, kTileKeys, s.scores, kTileKeys, nullptr);
-    softmax_step<Isa>(task, first, count, task.scale, s, partial);
-    Isa::template pack_values<kStorage>(rows, s.values);
+    Isa::template pack_keys<kStorage>(rows, padded, s.keys);
     product<Isa>(
-        task.rows,
-        kLatent,
-        Scratch<Isa>::kKeyUnits,
-        s.weights,
-        Scratch<Isa>::kKeyUnits,
-        s.values,
-        kLatent,
-        partial.out,
-        kLatent,
-        s.alpha);
+        {task.rows, padded, kHeadUnits, s.query, kHeadUnits, s.keys, kTileKeys, s.scores, kTileKeys, nullptr});
+    softmax_step<Isa>(task, first, count, padded, s, partial);
+    Isa::template pack_values<kStorage>(rows, padded, s.values);
+    product<Isa>(
+        {task.rows, kLatent, padded / Isa::kUnit, s.weights, kKeyUnits, s.values, kLatent, partial.out, kLatent,
+         s.alpha});
   }
 }
 
