@@ -81,8 +81,9 @@ class Server:
         self.port = port or free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         # fmt: off
+        # --sleep-on-idle: a scheduler without work would keep a whole core busy.
         self.command = [python, *launch, "--device", "cpu", "--model-path", str(model), "--dtype", dtype, *backend,
-                        "--port", str(self.port), "--tp-size", str(tp), *flags]
+                        "--port", str(self.port), "--tp-size", str(tp), "--sleep-on-idle", *flags]
         # fmt: on
         self.env = cpu_environment(tp) | (env or {})
         self.process: subprocess.Popen[bytes] | None = None

@@ -23,6 +23,7 @@ def prompts() -> list[list[int]]:
 
 @pytest.fixture(scope="session")
 def reference() -> ReferenceModel:
+    torch.set_num_threads(1)  # the servers have the other cores
     return ReferenceModel.load(TINY_MODEL)
 
 
