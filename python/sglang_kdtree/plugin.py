@@ -8,6 +8,8 @@ choice, so start-up ends with an error instead of another backend.
 
 from __future__ import annotations
 
+import atexit
+import sys
 from typing import TYPE_CHECKING
 
 from sglang_kdtree import vendored
@@ -55,8 +57,13 @@ def create_backend(runner: ModelRunner) -> AttentionBackend:
 
 def register() -> None:
     """Entry point `kdtree`: register the attention backend with SGLang."""
-    vendored.check()
-    load_kernels()
+    try:
+        vendored.check()
+        load_kernels()
+    except (vendored.VendoredTreeError, KernelLibraryError) as error:
+        # Once more at the end, below argparse's pages of usage.
+        atexit.register(print, f"kdtree_mla is not available: {error}", file=sys.stderr)
+        raise
     from sglang.srt.arg_groups.choices import add_attention_backend_choices
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
 

@@ -122,8 +122,7 @@ class KDTreeMLABackend(AttentionBackend):
         # seq_lens counts the token that this step computes.
         return Call(1, None, forward_batch.req_pool_indices, forward_batch.seq_lens - 1)
 
-    @staticmethod
-    def _verify_call(forward_batch: ForwardBatch) -> Call:
+    def _verify_call(self, forward_batch: ForwardBatch) -> Call:
         spec = forward_batch.spec_info
         width: int = spec.draft_token_num
         prefix_lens = forward_batch.seq_lens  # committed tokens: the tree's are not counted
@@ -131,6 +130,9 @@ class KDTreeMLABackend(AttentionBackend):
         # topk 1 is a chain, which the op knows without a mask; NGRAM's irregular trees say -1.
         if mask is None or mask.numel() == 0 or getattr(spec, "tree_topk", None) == 1:
             return Call(width, None, forward_batch.req_pool_indices, prefix_lens)
+        offered = self._verify_mask
+        if offered is not None and mask.data_ptr() == offered.buffer.data_ptr():
+            mask = mask[: len(prefix_lens) * width * width]  # the whole buffer, as large as the largest batch
         packed = tree_mask.pack(tree_mask.qlen_only(mask, prefix_lens, width))
         return Call(width, None, forward_batch.req_pool_indices, prefix_lens, packed)
 
