@@ -89,6 +89,15 @@ def tree_fault(package: Path) -> str | None:
     return None
 
 
+def write_stamp(package: Path, name: str, entry: dict[str, Any], wheel: dict[str, str]) -> int:
+    """Record in the package which wheel it came from and which files it has, with their sizes; how many there are."""
+    root = package.parent
+    files = {str(f.relative_to(root)): f.stat().st_size for f in sorted(package.rglob("*")) if f.is_file()}
+    stamp = {"name": name, "version": entry["version"], "wheel": wheel["file"], "sha256": wheel["sha256"]}
+    (package / STAMP).write_text(json.dumps(stamp | {"files": files}))
+    return len(files)
+
+
 def lay_out(name: str, entry: dict[str, Any]) -> None:
     wheel = locked_wheel(name, entry, running_abi())
     place = ROOT / entry["tree"]
@@ -107,16 +116,14 @@ def lay_out(name: str, entry: dict[str, Any]) -> None:
         with zipfile.ZipFile(path) as archive:
             archive.extractall(scratch)
         laid = Path(scratch) / entry["package"]
-        files = {str(f.relative_to(scratch)): f.stat().st_size for f in sorted(laid.rglob("*")) if f.is_file()}
-        stamp = {"name": name, "version": entry["version"], "wheel": path.name, "sha256": wheel["sha256"]}
-        (laid / STAMP).write_text(json.dumps(stamp | {"files": files}))
+        count = write_stamp(laid, name, entry, wheel)
         # Licence and metadata, under a name that no importer takes for an installed distribution.
         metadata = next(Path(scratch).glob("*.dist-info"))
         for target in (package, info):
             shutil.rmtree(target, ignore_errors=True)
         metadata.rename(info)
         laid.rename(package)
-    print(f"vendor: {name} {entry['version']} laid out in {package.relative_to(ROOT)} ({len(files)} files)")
+    print(f"vendor: {name} {entry['version']} laid out in {package.relative_to(ROOT)} ({count} files)")
 
 
 def main() -> None:
