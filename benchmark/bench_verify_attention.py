@@ -22,6 +22,7 @@ from pathlib import Path
 import numpy as np
 import sgl_kernel  # noqa: F401  (registers torch.ops.sgl_kernel)
 import torch
+
 from kdtree_spec.oracle import ancestor_mask, pack_tree_mask
 
 HEADS = (4, 8, 16)

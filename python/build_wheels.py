@@ -68,7 +68,9 @@ def rewrite_metadata(info: Path, settings: dict[str, Any], requires: list[str]) 
 
 
 def pack(tree: Path) -> None:
-    subprocess.run([sys.executable, "-m", "wheel", "pack", str(tree), "-d", str(DIST)], check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(
+        [sys.executable, "-m", "wheel", "pack", str(tree), "-d", str(DIST)], check=True, stdout=subprocess.DEVNULL
+    )
 
 
 def build_sglang(entry: dict[str, Any], abi: str) -> None:

@@ -7,8 +7,9 @@ import functools
 import sysconfig
 from pathlib import Path
 
-from server import TINY_MODEL
 from tokenizers import Tokenizer
+
+from server import TINY_MODEL
 from train import BOS, is_held_out
 
 

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The real SGLang server on the CPU: started by the tests, by `make serve` and asked by `make ask`.
 
-    python test/server.py serve [--port 30000] [server flags]
-    python test/server.py ask "def main(" [--port 30000]
+python test/server.py serve [--port 30000] [server flags]
+python test/server.py ask "def main(" [--port 30000]
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import signal
@@ -114,10 +115,8 @@ class Server:
 
     def stop(self) -> None:
         if self.process is not None:
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
             self.process.wait()
 
     def __enter__(self) -> Server:

@@ -49,8 +49,8 @@ def check() -> None:
         hashes = [wheel["sha256"] for wheel in entry["wheels"].values()]
         if stamp["sha256"] not in hashes:
             raise VendoredTreeError(
-                f"{package} is stale: it holds {name} {stamp['version']} ({stamp['wheel']}), which upstream.lock does not "
-                f"name; it wants {entry['version']}. Run `make vendor`."
+                f"{package} is stale: it holds {name} {stamp['version']} ({stamp['wheel']}), which upstream.lock does "
+                f"not name; it wants {entry['version']}. Run `make vendor`."
             )
         for file, size in stamp["files"].items():
             path = package.parent / file

@@ -26,7 +26,12 @@ def test_packed_words() -> None:
 
 
 def test_ancestors() -> None:
-    assert oracle.ancestor_mask([-1, 0, 1, 0]).astype(int).tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 0, 0, 1]]
+    assert oracle.ancestor_mask([-1, 0, 1, 0]).astype(int).tolist() == [
+        [1, 0, 0, 0],
+        [1, 1, 0, 0],
+        [1, 1, 1, 0],
+        [1, 0, 0, 1],
+    ]
 
 
 def test_absent_request_and_blind_row() -> None:

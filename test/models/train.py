@@ -21,9 +21,10 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from reference import MoE, ReferenceModel
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from reference import MoE, ReferenceModel
 
 SPECIAL = ["<|bos|>", "<|eos|>", "<|pad|>", "<|user|>", "<|assistant|>", "<|mask|>"]
 BOS, EOS, PAD, USER, ASSISTANT, MASK = range(len(SPECIAL))
@@ -109,7 +110,7 @@ def read_corpus(stdlib: Path) -> tuple[list[str], list[str]]:
     held_out: list[str] = []
     for path in sorted(stdlib.rglob("*.py")):
         relative = path.relative_to(stdlib)
-        if "site-packages" in relative.parts or "lib2to3" in relative.parts and "data" in relative.parts:
+        if "site-packages" in relative.parts or ("lib2to3" in relative.parts and "data" in relative.parts):
             continue
         text = path.read_text(encoding="utf-8", errors="ignore")
         if not text.strip():

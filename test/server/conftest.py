@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from prompts import held_out_prompts
 from reference import ReferenceModel
 from server import TINY_MODEL, Server

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
 from conftest import SMALL, TOKENS, assert_greedy, log_lines, outputs_of
 from prompts import held_out_tokens
 from reference import ReferenceModel
@@ -32,9 +33,7 @@ def test_plain_decoding_equals_the_reference(
         assert_greedy(reference, prompt, output)
 
 
-def test_chunked_prefill_behind_a_cached_prefix_equals_the_reference(
-    plain: Server, reference: ReferenceModel
-) -> None:
+def test_chunked_prefill_behind_a_cached_prefix_equals_the_reference(plain: Server, reference: ReferenceModel) -> None:
     long = held_out_tokens()[0][:1700]
     for length in (300, 1000, 1700):  # each begins with the one before: the radix cache holds its prefix
         reply = plain.generate(long[:length], 24, ignore_eos=True)

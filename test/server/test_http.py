@@ -13,8 +13,9 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from conftest import assert_greedy
 from openai import BadRequestError, OpenAI
+
+from conftest import assert_greedy
 from prompts import held_out_tokens, tokenizer
 from reference import ReferenceModel
 from server import Server, request
@@ -110,13 +111,15 @@ def test_aborted_requests_hurt_nobody(plain: Server, reference: ReferenceModel) 
     def hang_up(number: int) -> None:
         body = json.dumps(
             {
-                "input_ids": prompt + [100 + number],
+                "input_ids": [*prompt, 100 + number],
                 "sampling_params": {"max_new_tokens": 1500, "temperature": 0, "ignore_eos": True},
                 "stream": True,
             }
         )
         with socket.create_connection(("127.0.0.1", plain.port)) as connection:
-            head = f"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+            head = (
+                f"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+            )
             connection.sendall(f"{head}\r\n\r\n{body}".encode())
             connection.recv(200)
 
@@ -155,7 +158,9 @@ def test_prompt_beyond_the_context_limit_is_refused(plain: Server, client: OpenA
 
 
 def test_grammar_is_kept(plain: Server) -> None:
-    assert re.fullmatch(r"\[[0-9]{3}, [0-9]{2}\]", plain.generate("numbers = ", 32, regex=r"\[[0-9]{3}, [0-9]{2}\]")["text"])
+    assert re.fullmatch(
+        r"\[[0-9]{3}, [0-9]{2}\]", plain.generate("numbers = ", 32, regex=r"\[[0-9]{3}, [0-9]{2}\]")["text"]
+    )
 
 
 def test_sampled_tokens_come_with_logprobs(plain: Server) -> None:

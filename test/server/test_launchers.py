@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from conftest import SMALL, assert_greedy, log_lines, outputs_of
 from reference import ReferenceModel
 from server import TINY_MODEL, Server, cpu_environment
@@ -21,7 +22,8 @@ if __name__ == "__main__":
     engine = sglang.Engine(model_path=sys.argv[1], device="cpu", dtype="float32", attention_backend="kdtree_mla",
                            max_total_tokens=8192, context_length=2048)
     prompts = json.loads(sys.argv[2])
-    replies = engine.generate(input_ids=prompts, sampling_params={"max_new_tokens": 24, "temperature": 0, "ignore_eos": True})
+    params = {"max_new_tokens": 24, "temperature": 0, "ignore_eos": True}
+    replies = engine.generate(input_ids=prompts, sampling_params=params)
     print("OUTPUT", json.dumps([reply["output_ids"] for reply in replies]), flush=True)
     engine.shutdown()
 """
@@ -38,7 +40,9 @@ def test_engine(tmp_path: Path, prompts: list[list[int]], reference: ReferenceMo
         assert_greedy(reference, prompt, output)
 
 
-@pytest.mark.parametrize("speculation", [(), ("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "8")])
+@pytest.mark.parametrize(
+    "speculation", [(), ("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "8")]
+)
 def test_decode_backend_beside_another_prefill_backend(
     tmp_path: Path, prompts: list[list[int]], reference: ReferenceModel, speculation: tuple[str, ...]
 ) -> None:

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from server import ROOT, TINY_MODEL, Server
 
+from server import ROOT, TINY_MODEL, Server
 from sglang_kdtree import vendored
 
 
@@ -112,7 +112,7 @@ def test_stale_vendored_tree(tmp_path: Path) -> None:
 
 def test_missing_vendored_tree(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vendored, "package_path", lambda package: None)
-    with pytest.raises(vendored.VendoredTreeError, match="the vendored tree of sglang is missing. Run `make vendor`"):
+    with pytest.raises(vendored.VendoredTreeError, match=r"the vendored tree of sglang is missing\. Run `make vendor`"):
         vendored.check()
 
 

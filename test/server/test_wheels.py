@@ -12,6 +12,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+
 from conftest import SMALL, assert_greedy, log_lines
 from reference import ReferenceModel
 from server import ROOT, Server
@@ -84,7 +85,16 @@ def test_wheels_serve_in_a_fresh_venv(dist: Path, tmp_path: Path, reference: Ref
     run(sys.executable, "-m", "venv", venv)
     site = run(venv / "bin" / "python", "-c", "import sysconfig; print(sysconfig.get_paths()['purelib'])").strip()
     Path(site, "third_party.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
-    run(venv / "bin" / "python", "-m", "pip", "install", "-q", "--no-deps", "--ignore-installed", *wheels_for(dist, sys.version_info[:2]))
+    run(
+        venv / "bin" / "python",
+        "-m",
+        "pip",
+        "install",
+        "-q",
+        "--no-deps",
+        "--ignore-installed",
+        *wheels_for(dist, sys.version_info[:2]),
+    )
     serve_from(venv, tmp_path / "log", reference)
 
 
@@ -94,7 +104,7 @@ def test_wheels_serve_with_their_own_packages(
     dist: Path, tmp_path: Path, reference: ReferenceModel, version: str
 ) -> None:
     """Everything installed from the lock, as a user does it."""
-    python = sys.executable if version == "%d.%d" % sys.version_info[:2] else shutil.which(f"python{version}")
+    python = sys.executable if sys.version.startswith(f"{version}.") else shutil.which(f"python{version}")
     if python is None or subprocess.run([python, "--version"], capture_output=True).returncode != 0:
         pytest.skip(f"no CPython {version} on this machine")
     venv = tmp_path / "venv"

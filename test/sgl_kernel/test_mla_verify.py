@@ -247,9 +247,7 @@ def test_same_bits_run_to_run_in_any_batch_and_with_any_number_of_threads() -> N
             assert torch.equal(again[0], out) and torch.equal(again[1], lse)
     finally:
         torch.set_num_threads(threads)
-    alone = replace(
-        x, q=x.q[12:24], table_rows=x.table_rows[1:2], prefix_lens=x.prefix_lens[1:2], mask=x.mask[12:24]
-    )
+    alone = replace(x, q=x.q[12:24], table_rows=x.table_rows[1:2], prefix_lens=x.prefix_lens[1:2], mask=x.mask[12:24])
     assert torch.equal(run(alone)[0], out[12:24])
 
 

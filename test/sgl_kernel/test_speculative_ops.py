@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 import sgl_kernel
@@ -27,7 +29,7 @@ def links(parents: list[int]) -> tuple[list[int], list[int]]:
     first = [c[0] if c else -1 for c in children]
     sibling = [-1] * len(parents)
     for siblings in children:
-        for a, b in zip(siblings, siblings[1:], strict=False):
+        for a, b in itertools.pairwise(siblings):
             sibling[a] = b
     return first, sibling
 

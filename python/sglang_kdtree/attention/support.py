@@ -34,11 +34,13 @@ def check_supported(runner: ModelRunner) -> None:
         )
     if (config.kv_lora_rank, config.qk_rope_head_dim) != (LATENT, ROPE):
         raise UnsupportedError(
-            f"kdtree_mla serves kv_lora_rank {LATENT} with qk_rope_head_dim {ROPE}; {name} has {config.kv_lora_rank} and "
-            f"{config.qk_rope_head_dim}. Use another --attention-backend, such as triton."
+            f"kdtree_mla serves kv_lora_rank {LATENT} with qk_rope_head_dim {ROPE}; {name} has {config.kv_lora_rank} "
+            f"and {config.qk_rope_head_dim}. Use another --attention-backend, such as triton."
         )
     if getattr(config.hf_config, "index_topk", None) is not None:
-        raise UnsupportedError(f"kdtree_mla serves dense MLA; {name} has sparse attention. Use --attention-backend dsa.")
+        raise UnsupportedError(
+            f"kdtree_mla serves dense MLA; {name} has sparse attention. Use --attention-backend dsa."
+        )
     if device not in KV_DTYPES:
         raise UnsupportedError(
             f"kdtree_mla has no kernel for the device {device} in this build; it has one for {', '.join(KV_DTYPES)}. "
@@ -46,8 +48,9 @@ def check_supported(runner: ModelRunner) -> None:
         )
     if runner.kv_cache_dtype not in KV_DTYPES[device]:
         served = ", ".join(str(d).removeprefix("torch.") for d in KV_DTYPES[device])
+        asked = str(runner.kv_cache_dtype).removeprefix("torch.")
         raise UnsupportedError(
-            f"kdtree_mla on {device} serves a KV cache in {served}, not {str(runner.kv_cache_dtype).removeprefix('torch.')}. "
+            f"kdtree_mla on {device} serves a KV cache in {served}, not {asked}. "
             "Change --kv-cache-dtype (auto takes the model's --dtype)."
         )
     if runner.kv_cache_dtype != runner.dtype:
@@ -60,8 +63,8 @@ def check_supported(runner: ModelRunner) -> None:
     heads = getattr(config.hf_config, "original_num_attention_heads", config.num_attention_heads)
     if heads % parallel.attn_tp_size != 0 or heads // parallel.attn_tp_size > MAX_HEADS:
         raise UnsupportedError(
-            f"{heads} attention heads over {parallel.attn_tp_size} TP ranks: kdtree_mla needs a whole number of heads a "
-            f"rank, at most {MAX_HEADS}. Change --tp-size to a divisor of {heads}."
+            f"{heads} attention heads over {parallel.attn_tp_size} TP ranks: kdtree_mla needs a whole number of heads "
+            f"a rank, at most {MAX_HEADS}. Change --tp-size to a divisor of {heads}."
         )
     if parallel.dcp_enabled:
         raise UnsupportedError("kdtree_mla does not serve decode context parallelism. Remove --dcp-size.")

@@ -2,8 +2,8 @@
 // kdtree_mla_verify on the CPU: checks, cuts the work into tasks, runs the kernel that fits the CPU, merges the splits.
 #include "mla_verify.h"
 
-#include <ATen/Parallel.h>
 #include <ATen/Dispatch.h>
+#include <ATen/Parallel.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -34,9 +34,8 @@ Variant choose_variant() {
                       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
                       __builtin_cpu_supports("avx512bf16");
   if (avx512 && !avx2_only) return {"avx512_bf16", verify_avx512_bf16};
-  TORCH_CHECK(
-      __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"),
-      "kdtree_mla_verify needs a CPU with AVX2, FMA and F16C");
+  TORCH_CHECK(__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"),
+              "kdtree_mla_verify needs a CPU with AVX2, FMA and F16C");
   return {"avx2", verify_avx2};
 }
 
@@ -90,21 +89,18 @@ void check_slots(const Request& request, int64_t index, int64_t page, int64_t ca
   for (int64_t entry = 0; entry * page < request.keys; ++entry) {
     const int64_t last = std::min(page, request.keys - entry * page) - 1;
     const int64_t slot = static_cast<int64_t>(request.slots[entry]) * page;
-    TORCH_CHECK(
-        slot >= 0 && slot + last < cache_slots,
-        "kdtree_mla_verify: request ", index, " has slot ", slot, " at position ", entry * page,
-        "; kv_cache has slots 0 to ", cache_slots - 1);
+    TORCH_CHECK(slot >= 0 && slot + last < cache_slots, "kdtree_mla_verify: request ", index, " has slot ", slot,
+                " at position ", entry * page, "; kv_cache has slots 0 to ", cache_slots - 1);
   }
 }
 
-std::vector<Request> plan_requests(
-    const at::Tensor& slot_table,
-    const at::Tensor& table_rows,
-    int64_t page,
-    const at::Tensor& prefix_lens,
-    int64_t width,
-    int64_t rows,
-    int64_t cache_slots) {
+std::vector<Request> plan_requests(const at::Tensor& slot_table,
+                                   const at::Tensor& table_rows,
+                                   int64_t page,
+                                   const at::Tensor& prefix_lens,
+                                   int64_t width,
+                                   int64_t rows,
+                                   int64_t cache_slots) {
   const at::Tensor lens = prefix_lens.to(at::kLong).contiguous();
   const at::Tensor table_index = table_rows.contiguous();
   std::vector<Request> requests(table_rows.size(0));
@@ -114,13 +110,10 @@ std::vector<Request> plan_requests(
     const int64_t row = table_index.const_data_ptr<int64_t>()[b];
     r.prefix = lens.const_data_ptr<int64_t>()[b];
     r.keys = r.prefix < 0 ? 0 : r.prefix + width;
-    TORCH_CHECK(
-        row >= 0 && row < slot_table.size(0),
-        "kdtree_mla_verify: table_rows[", b, "] is ", row, "; slot_table has ", slot_table.size(0), " rows");
-    TORCH_CHECK(
-        r.keys <= slot_table.size(1) * page,
-        "kdtree_mla_verify: request ", b, " has ", r.prefix, " committed and ", width, " draft tokens; a row of slot_table holds ",
-        slot_table.size(1) * page);
+    TORCH_CHECK(row >= 0 && row < slot_table.size(0), "kdtree_mla_verify: table_rows[", b, "] is ", row,
+                "; slot_table has ", slot_table.size(0), " rows");
+    TORCH_CHECK(r.keys <= slot_table.size(1) * page, "kdtree_mla_verify: request ", b, " has ", r.prefix,
+                " committed and ", width, " draft tokens; a row of slot_table holds ", slot_table.size(1) * page);
     r.slots = slot_table.const_data_ptr<int32_t>() + row * slot_table.stride(0);
     // The last split takes what is left over, half a split at most, so that no split is only a few keys.
     r.splits = r.keys == 0 ? 0 : std::max<int64_t>(1, (r.keys + kSplitKeys / 2 - 1) / kSplitKeys);
@@ -133,7 +126,8 @@ std::vector<Request> plan_requests(
 
 // Merges a row's splits in their order: out = sum of 2^(peak - top) out, over the same sum of `sum`.
 template <class T>
-void merge_row(Partials& partials, const Request& request, int64_t rows, int64_t row, float k_scale, T* out, float* lse) {
+void merge_row(
+    Partials& partials, const Request& request, int64_t rows, int64_t row, float k_scale, T* out, float* lse) {
   float top = -std::numeric_limits<float>::infinity();
   for (int64_t s = 0; s < request.splits; ++s) {
     top = std::max(top, *partials.at(request.first_partial + s * rows + row).peak);
@@ -153,19 +147,18 @@ void merge_row(Partials& partials, const Request& request, int64_t rows, int64_t
   if (lse != nullptr) *lse = total > 0.f ? (top + std::log2(total)) * 0.6931471805599453f : top;
 }
 
-void kdtree_mla_verify_cpu(
-    const at::Tensor& q_any,
-    const at::Tensor& kv_cache,
-    const at::Tensor& slot_table,
-    const at::Tensor& table_rows,
-    int64_t page,
-    const at::Tensor& prefix_lens,
-    const std::optional<at::Tensor>& tree_mask,
-    double sm_scale,
-    double k_scale,
-    at::Tensor out,
-    std::optional<at::Tensor> lse,
-    std::optional<at::Tensor> /*workspace*/) {
+void kdtree_mla_verify_cpu(const at::Tensor& q_any,
+                           const at::Tensor& kv_cache,
+                           const at::Tensor& slot_table,
+                           const at::Tensor& table_rows,
+                           int64_t page,
+                           const at::Tensor& prefix_lens,
+                           const std::optional<at::Tensor>& tree_mask,
+                           double sm_scale,
+                           double k_scale,
+                           at::Tensor out,
+                           std::optional<at::Tensor> lse,
+                           std::optional<at::Tensor> /*workspace*/) {
   check_verify_arguments(q_any, kv_cache, slot_table, table_rows, page, prefix_lens, tree_mask, out, lse);
   const Storage storage = storage_of(q_any.scalar_type());
   const at::Tensor q = q_any.stride(2) == 1 ? q_any : q_any.contiguous();
@@ -200,8 +193,8 @@ void kdtree_mla_verify_cpu(
     }
   }
   // Large places first, each taken by whichever thread is free: uneven requests keep all threads busy to the end.
-  std::stable_sort(
-      places.begin(), places.end(), [](const Place& x, const Place& y) { return x.end - x.begin > y.end - y.begin; });
+  std::stable_sort(places.begin(), places.end(),
+                   [](const Place& x, const Place& y) { return x.end - x.begin > y.end - y.begin; });
   std::atomic<size_t> next{0};
   Partials partials(splits * rows);
   const int64_t mask_stride = (width + 31) / 32;
@@ -220,8 +213,7 @@ void kdtree_mla_verify_cpu(
       task.prefix = r.prefix;
       task.begin = begin;
       task.end = end;
-      task.tree_mask =
-          tree_mask.has_value() ? tree_mask->const_data_ptr<int32_t>() + b * width * mask_stride : nullptr;
+      task.tree_mask = tree_mask.has_value() ? tree_mask->const_data_ptr<int32_t>() + b * width * mask_stride : nullptr;
       task.mask_stride = mask_stride;
       task.heads = static_cast<int>(heads);
       task.first_row = static_cast<int>(block * block_rows);
@@ -234,33 +226,27 @@ void kdtree_mla_verify_cpu(
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kBFloat16, at::kHalf, q.scalar_type(), "kdtree_mla_verify", [&] {
     at::parallel_for(0, batch * rows, 32, [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) {
-        merge_row<scalar_t>(
-            partials,
-            requests[i / rows],
-            rows,
-            i % rows,
-            static_cast<float>(k_scale),
-            out.mutable_data_ptr<scalar_t>() + i * kLatent,
-            lse.has_value() ? lse->mutable_data_ptr<float>() + i : nullptr);
+        merge_row<scalar_t>(partials, requests[i / rows], rows, i % rows, static_cast<float>(k_scale),
+                            out.mutable_data_ptr<scalar_t>() + i * kLatent,
+                            lse.has_value() ? lse->mutable_data_ptr<float>() + i : nullptr);
       }
     });
   });
 }
 
 // The fake implementation: the op only writes its arguments, so checking them is all there is to do.
-void kdtree_mla_verify_meta(
-    const at::Tensor& q,
-    const at::Tensor& kv_cache,
-    const at::Tensor& slot_table,
-    const at::Tensor& table_rows,
-    int64_t page,
-    const at::Tensor& prefix_lens,
-    const std::optional<at::Tensor>& tree_mask,
-    double /*sm_scale*/,
-    double /*k_scale*/,
-    at::Tensor out,
-    std::optional<at::Tensor> lse,
-    std::optional<at::Tensor> /*workspace*/) {
+void kdtree_mla_verify_meta(const at::Tensor& q,
+                            const at::Tensor& kv_cache,
+                            const at::Tensor& slot_table,
+                            const at::Tensor& table_rows,
+                            int64_t page,
+                            const at::Tensor& prefix_lens,
+                            const std::optional<at::Tensor>& tree_mask,
+                            double /*sm_scale*/,
+                            double /*k_scale*/,
+                            at::Tensor out,
+                            std::optional<at::Tensor> lse,
+                            std::optional<at::Tensor> /*workspace*/) {
   check_verify_arguments(q, kv_cache, slot_table, table_rows, page, prefix_lens, tree_mask, out, lse);
 }
 
@@ -271,12 +257,8 @@ TORCH_LIBRARY_FRAGMENT(sgl_kernel, m) {
   m.def("kdtree_mla_cpu_variant() -> str", [] { return std::string(variant().name); });
 }
 
-TORCH_LIBRARY_IMPL(sgl_kernel, CPU, m) {
-  m.impl("kdtree_mla_verify", kdtree_mla_verify_cpu);
-}
+TORCH_LIBRARY_IMPL(sgl_kernel, CPU, m) { m.impl("kdtree_mla_verify", kdtree_mla_verify_cpu); }
 
-TORCH_LIBRARY_IMPL(sgl_kernel, Meta, m) {
-  m.impl("kdtree_mla_verify", kdtree_mla_verify_meta);
-}
+TORCH_LIBRARY_IMPL(sgl_kernel, Meta, m) { m.impl("kdtree_mla_verify", kdtree_mla_verify_meta); }
 
 }  // namespace kdtree

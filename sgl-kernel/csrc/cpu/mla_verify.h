@@ -6,11 +6,11 @@
 
 namespace kdtree {
 
-constexpr int kLatent = 512;          // columns of V, the first of K
-constexpr int kHead = 576;            // columns of K: latent, then rope
-constexpr int kTileKeys = 64;         // keys a tile
-constexpr int kKeyGroup = 16;         // a tile's end is worked in groups of so many keys
-constexpr int kMaxBlockRows = 96;     // rows (heads x draft tokens) that share a key tile
+constexpr int kLatent = 512;                  // columns of V, the first of K
+constexpr int kHead = 576;                    // columns of K: latent, then rope
+constexpr int kTileKeys = 64;                 // keys a tile
+constexpr int kKeyGroup = 16;                 // a tile's end is worked in groups of so many keys
+constexpr int kMaxBlockRows = 96;             // rows (heads x draft tokens) that share a key tile
 constexpr int64_t kScratchBytes = 600 << 10;  // what a kernel works in, a thread
 constexpr int64_t kSplitKeys = 1024;  // keys a split: fixed, so that a row's result depends on nothing but its request
 
@@ -22,13 +22,13 @@ struct VerifyTask {
   int64_t query_token_stride;  // bytes
   int64_t query_head_stride;   // bytes
   const char* kv;
-  int64_t kv_stride;  // bytes a slot; 64-bit, as is everything that a slot multiplies
+  int64_t kv_stride;     // bytes a slot; 64-bit, as is everything that a slot multiplies
   const int32_t* slots;  // this request's row of slot_table
   int64_t page;
-  int64_t prefix;             // committed tokens
-  int64_t begin, end;         // keys of this split
-  const int32_t* tree_mask;   // this request's first mask row, or null for a causal chain
-  int64_t mask_stride;        // words a mask row
+  int64_t prefix;            // committed tokens
+  int64_t begin, end;        // keys of this split
+  const int32_t* tree_mask;  // this request's first mask row, or null for a causal chain
+  int64_t mask_stride;       // words a mask row
   int heads;
   int first_row, rows;  // row = token * heads + head
   float scale;          // sm_scale * k_scale * log2(e)

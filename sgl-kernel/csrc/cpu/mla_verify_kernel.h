@@ -192,13 +192,11 @@ void attend(const VerifyTask& task, void* scratch, Partial& partial) {
     gather_rows(task, first, count, padded, rows);
     if (first + kTileKeys < task.end) prefetch_rows(task, first + kTileKeys, task.end, kRowBytes);
     Isa::template pack_keys<kStorage>(rows, padded, s.keys);
-    product<Isa>(
-        {task.rows, padded, kHeadUnits, s.query, kHeadUnits, s.keys, kTileKeys, s.scores, kTileKeys, nullptr});
+    product<Isa>({task.rows, padded, kHeadUnits, s.query, kHeadUnits, s.keys, kTileKeys, s.scores, kTileKeys, nullptr});
     softmax_step<Isa>(task, first, count, padded, s, partial);
     Isa::template pack_values<kStorage>(rows, padded, s.values);
-    product<Isa>(
-        {task.rows, kLatent, padded / Isa::kUnit, s.weights, kKeyUnits, s.values, kLatent, partial.out, kLatent,
-         s.alpha});
+    product<Isa>({task.rows, kLatent, padded / Isa::kUnit, s.weights, kKeyUnits, s.values, kLatent, partial.out,
+                  kLatent, s.alpha});
   }
 }
 

@@ -11,6 +11,4 @@ static struct PyModuleDef module = {
     .m_size = -1,
 };
 
-PyMODINIT_FUNC PyInit_common_ops(void) {
-  return PyModule_Create(&module);
-}
+PyMODINIT_FUNC PyInit_common_ops(void) { return PyModule_Create(&module); }

@@ -22,8 +22,8 @@ namespace {
 class Ints {
  public:
   Ints(const at::Tensor& t, const char* name) : data_(t.data_ptr()), type_(t.scalar_type()), size_(t.numel()) {
-    TORCH_CHECK(
-        type_ == at::kLong || type_ == at::kInt || type_ == at::kBool, name, " must be int32, int64 or bool, is ", type_);
+    TORCH_CHECK(type_ == at::kLong || type_ == at::kInt || type_ == at::kBool, name,
+                " must be int32, int64 or bool, is ", type_);
     TORCH_CHECK(t.is_contiguous(), name, " must be contiguous, has strides ", t.strides());
     name_ = name;
   }
@@ -58,14 +58,17 @@ class Ints {
 #define INTS(name) Ints name##_(name, #name)
 
 // req_to_token[row b, start .. end) <- consecutive values of out_cache_loc.
-void assign_req_to_token_pool_cpu(
-    const at::Tensor& req_pool_indices,
-    at::Tensor req_to_token,
-    const at::Tensor& start_offset,
-    const at::Tensor& end_offset,
-    const at::Tensor& out_cache_loc,
-    int64_t pool_len) {
-  INTS(req_pool_indices); INTS(req_to_token); INTS(start_offset); INTS(end_offset); INTS(out_cache_loc);
+void assign_req_to_token_pool_cpu(const at::Tensor& req_pool_indices,
+                                  at::Tensor req_to_token,
+                                  const at::Tensor& start_offset,
+                                  const at::Tensor& end_offset,
+                                  const at::Tensor& out_cache_loc,
+                                  int64_t pool_len) {
+  INTS(req_pool_indices);
+  INTS(req_to_token);
+  INTS(start_offset);
+  INTS(end_offset);
+  INTS(out_cache_loc);
   int64_t next = 0;
   for (int64_t b = 0; b < req_pool_indices_.size(); ++b) {
     for (int64_t i = start_offset_[b]; i < end_offset_[b]; ++i) {
@@ -75,14 +78,17 @@ void assign_req_to_token_pool_cpu(
 }
 
 // out_cache_loc <- req_to_token[row b, start .. end), request after request.
-void assign_extend_cache_locs_cpu(
-    const at::Tensor& req_pool_indices,
-    const at::Tensor& req_to_token,
-    const at::Tensor& start_offset,
-    const at::Tensor& end_offset,
-    at::Tensor out_cache_loc,
-    int64_t pool_len) {
-  INTS(req_pool_indices); INTS(req_to_token); INTS(start_offset); INTS(end_offset); INTS(out_cache_loc);
+void assign_extend_cache_locs_cpu(const at::Tensor& req_pool_indices,
+                                  const at::Tensor& req_to_token,
+                                  const at::Tensor& start_offset,
+                                  const at::Tensor& end_offset,
+                                  at::Tensor out_cache_loc,
+                                  int64_t pool_len) {
+  INTS(req_pool_indices);
+  INTS(req_to_token);
+  INTS(start_offset);
+  INTS(end_offset);
+  INTS(out_cache_loc);
   int64_t next = 0;
   for (int64_t b = 0; b < req_pool_indices_.size(); ++b) {
     for (int64_t i = start_offset_[b]; i < end_offset_[b]; ++i) {
@@ -92,15 +98,17 @@ void assign_extend_cache_locs_cpu(
 }
 
 // out_cache_loc[b] <- the topk * num_steps slots from seq_len on.
-void assign_draft_cache_locs_contiguous_cpu(
-    const at::Tensor& req_pool_indices,
-    const at::Tensor& req_to_token,
-    const at::Tensor& seq_lens,
-    at::Tensor out_cache_loc,
-    int64_t pool_len,
-    int64_t topk,
-    int64_t num_steps) {
-  INTS(req_pool_indices); INTS(req_to_token); INTS(seq_lens); INTS(out_cache_loc);
+void assign_draft_cache_locs_contiguous_cpu(const at::Tensor& req_pool_indices,
+                                            const at::Tensor& req_to_token,
+                                            const at::Tensor& seq_lens,
+                                            at::Tensor out_cache_loc,
+                                            int64_t pool_len,
+                                            int64_t topk,
+                                            int64_t num_steps) {
+  INTS(req_pool_indices);
+  INTS(req_to_token);
+  INTS(seq_lens);
+  INTS(out_cache_loc);
   const int64_t count = topk * num_steps;
   for (int64_t b = 0; b < req_pool_indices_.size(); ++b) {
     for (int64_t i = 0; i < count; ++i) {
@@ -110,14 +118,15 @@ void assign_draft_cache_locs_contiguous_cpu(
 }
 
 // A slot table with a row a draft branch: the committed slots of its request, then the branch's own num_steps slots.
-at::Tensor build_draft_decode_metadata_cpu(
-    const at::Tensor& req_to_token,
-    const at::Tensor& req_pool_indices,
-    const at::Tensor& seq_lens,
-    int64_t topk,
-    int64_t num_steps,
-    int64_t pool_len) {
-  INTS(req_to_token); INTS(req_pool_indices); INTS(seq_lens);
+at::Tensor build_draft_decode_metadata_cpu(const at::Tensor& req_to_token,
+                                           const at::Tensor& req_pool_indices,
+                                           const at::Tensor& seq_lens,
+                                           int64_t topk,
+                                           int64_t num_steps,
+                                           int64_t pool_len) {
+  INTS(req_to_token);
+  INTS(req_pool_indices);
+  INTS(seq_lens);
   const int64_t batch = req_pool_indices_.size();
   at::Tensor table = at::empty({batch * topk, pool_len}, req_to_token.options());
   table.zero_();
@@ -139,24 +148,28 @@ at::Tensor build_draft_decode_metadata_cpu(
 // Positions, tree mask and child links of EAGLE trees from the draft's choices. selected_index[b, i - 1] is node i's
 // index among all scored candidates; candidate c hangs below entry c / topk of parent_list (0: the root).
 // tree_mask_mode 0: rows as long as the request's context plus the tree; 1: the tree's columns only.
-void build_tree_kernel_efficient_cpu(
-    const at::Tensor& parent_list,
-    const at::Tensor& selected_index,
-    const at::Tensor& verified_seq_len,
-    at::Tensor tree_mask,
-    at::Tensor positions,
-    at::Tensor retrive_index,
-    at::Tensor retrive_next_token,
-    at::Tensor retrive_next_sibling,
-    int64_t topk,
-    int64_t depth,
-    int64_t draft_token_num,
-    int64_t tree_mask_mode) {
-  SPEC_CHECK(
-      tree_mask_mode == 0 || tree_mask_mode == 1,
-      "tree_mask_mode must be 0 (FULL_MASK) or 1 (QLEN_ONLY), is ", tree_mask_mode);
-  INTS(parent_list); INTS(selected_index); INTS(verified_seq_len); INTS(tree_mask); INTS(positions);
-  INTS(retrive_index); INTS(retrive_next_token); INTS(retrive_next_sibling);
+void build_tree_kernel_efficient_cpu(const at::Tensor& parent_list,
+                                     const at::Tensor& selected_index,
+                                     const at::Tensor& verified_seq_len,
+                                     at::Tensor tree_mask,
+                                     at::Tensor positions,
+                                     at::Tensor retrive_index,
+                                     at::Tensor retrive_next_token,
+                                     at::Tensor retrive_next_sibling,
+                                     int64_t topk,
+                                     int64_t depth,
+                                     int64_t draft_token_num,
+                                     int64_t tree_mask_mode) {
+  SPEC_CHECK(tree_mask_mode == 0 || tree_mask_mode == 1, "tree_mask_mode must be 0 (FULL_MASK) or 1 (QLEN_ONLY), is ",
+             tree_mask_mode);
+  INTS(parent_list);
+  INTS(selected_index);
+  INTS(verified_seq_len);
+  INTS(tree_mask);
+  INTS(positions);
+  INTS(retrive_index);
+  INTS(retrive_next_token);
+  INTS(retrive_next_sibling);
   const int64_t batch = verified_seq_len_.size();
   const int64_t n = draft_token_num;
   const int64_t parents_a_row = batch == 0 ? 0 : parent_list_.size() / batch;
@@ -201,17 +214,20 @@ void build_tree_kernel_efficient_cpu(
 }
 
 // Positions and child links of any tree from its ancestor mask [batch, n, n]: a node's parent is its last ancestor.
-void reconstruct_indices_from_tree_mask_cpu(
-    const at::Tensor& tree_mask,
-    const at::Tensor& verified_seq_len,
-    at::Tensor positions,
-    at::Tensor retrive_index,
-    at::Tensor retrive_next_token,
-    at::Tensor retrive_next_sibling,
-    int64_t batch_size,
-    int64_t draft_token_num) {
-  INTS(tree_mask); INTS(verified_seq_len); INTS(positions);
-  INTS(retrive_index); INTS(retrive_next_token); INTS(retrive_next_sibling);
+void reconstruct_indices_from_tree_mask_cpu(const at::Tensor& tree_mask,
+                                            const at::Tensor& verified_seq_len,
+                                            at::Tensor positions,
+                                            at::Tensor retrive_index,
+                                            at::Tensor retrive_next_token,
+                                            at::Tensor retrive_next_sibling,
+                                            int64_t batch_size,
+                                            int64_t draft_token_num) {
+  INTS(tree_mask);
+  INTS(verified_seq_len);
+  INTS(positions);
+  INTS(retrive_index);
+  INTS(retrive_next_token);
+  INTS(retrive_next_sibling);
   const int64_t n = draft_token_num;
   for (int64_t b = 0; b < batch_size; ++b) {
     std::vector<int64_t> next_child(n, -1);  // of a parent, among the nodes seen so far
@@ -236,19 +252,24 @@ void reconstruct_indices_from_tree_mask_cpu(
 // The greedy accept walk: from the root, to the child whose token is the target's choice, until there is none.
 // accept_index[b] gets the rows walked (the root first), accept_token_num[b] their number less the root, and predicts
 // the target's choice at each of them. A walk is no longer than accept_index is wide.
-void verify_tree_greedy_cpu(
-    at::Tensor predicts,
-    at::Tensor accept_index,
-    at::Tensor accept_token_num,
-    const at::Tensor& candidates,
-    const at::Tensor& retrive_index,
-    const at::Tensor& retrive_next_token,
-    const at::Tensor& retrive_next_sibling,
-    const at::Tensor& target_predict) {
+void verify_tree_greedy_cpu(at::Tensor predicts,
+                            at::Tensor accept_index,
+                            at::Tensor accept_token_num,
+                            const at::Tensor& candidates,
+                            const at::Tensor& retrive_index,
+                            const at::Tensor& retrive_next_token,
+                            const at::Tensor& retrive_next_sibling,
+                            const at::Tensor& target_predict) {
   SPEC_CHECK(candidates.dim() == 2 && accept_index.dim() == 2, "candidates and accept_index must be 2-D, are ",
              candidates.sizes(), " and ", accept_index.sizes());
-  INTS(predicts); INTS(accept_index); INTS(accept_token_num); INTS(candidates);
-  INTS(retrive_index); INTS(retrive_next_token); INTS(retrive_next_sibling); INTS(target_predict);
+  INTS(predicts);
+  INTS(accept_index);
+  INTS(accept_token_num);
+  INTS(candidates);
+  INTS(retrive_index);
+  INTS(retrive_next_token);
+  INTS(retrive_next_sibling);
+  INTS(target_predict);
   const int64_t n = candidates.size(1);
   const int64_t steps = accept_index.size(1);
   for (int64_t b = 0; b < candidates.size(0); ++b) {
@@ -272,9 +293,12 @@ void verify_tree_greedy_cpu(
 }
 
 // The slots of the accepted rows, compacted: skips the -1 of accept_index.
-void fill_accept_out_cache_loc_cpu(
-    const at::Tensor& accept_index, const at::Tensor& out_cache_loc, at::Tensor accept_out_cache_loc) {
-  INTS(accept_index); INTS(out_cache_loc); INTS(accept_out_cache_loc);
+void fill_accept_out_cache_loc_cpu(const at::Tensor& accept_index,
+                                   const at::Tensor& out_cache_loc,
+                                   at::Tensor accept_out_cache_loc) {
+  INTS(accept_index);
+  INTS(out_cache_loc);
+  INTS(accept_out_cache_loc);
   int64_t next = 0;
   for (int64_t i = 0; i < accept_index_.size(); ++i) {
     if (accept_index_[i] > -1) accept_out_cache_loc_.set(next++, out_cache_loc_[accept_index_[i]]);
@@ -282,22 +306,28 @@ void fill_accept_out_cache_loc_cpu(
 }
 
 // The last accepted token of each request.
-void fill_bonus_tokens_cpu(
-    const at::Tensor& accept_tokens, const at::Tensor& accept_lens, at::Tensor bonus_tokens, int64_t accept_stride) {
-  INTS(accept_tokens); INTS(accept_lens); INTS(bonus_tokens);
+void fill_bonus_tokens_cpu(const at::Tensor& accept_tokens,
+                           const at::Tensor& accept_lens,
+                           at::Tensor bonus_tokens,
+                           int64_t accept_stride) {
+  INTS(accept_tokens);
+  INTS(accept_lens);
+  INTS(bonus_tokens);
   for (int64_t b = 0; b < accept_lens_.size(); ++b) {
     bonus_tokens_.set(b, accept_tokens_[b * accept_stride + accept_lens_[b] - 1]);
   }
 }
 
 // Shifts each request's tokens left by one and puts topk_index[b] at its end, or at row select_index[b].
-void rotate_input_ids_cpu(
-    at::Tensor input_ids,
-    const at::Tensor& extend_start_loc,
-    const at::Tensor& extend_seq_lens,
-    const at::Tensor& topk_index,
-    const std::optional<at::Tensor>& select_index) {
-  INTS(input_ids); INTS(extend_start_loc); INTS(extend_seq_lens); INTS(topk_index);
+void rotate_input_ids_cpu(at::Tensor input_ids,
+                          const at::Tensor& extend_start_loc,
+                          const at::Tensor& extend_seq_lens,
+                          const at::Tensor& topk_index,
+                          const std::optional<at::Tensor>& select_index) {
+  INTS(input_ids);
+  INTS(extend_start_loc);
+  INTS(extend_seq_lens);
+  INTS(topk_index);
   for (int64_t b = 0; b < extend_seq_lens_.size(); ++b) {
     const int64_t start = extend_start_loc_[b];
     const int64_t count = extend_seq_lens_[b];
@@ -308,17 +338,19 @@ void rotate_input_ids_cpu(
   }
 }
 
-// Row tgt_loc[i] <- row src_loc[i] in every buffer (address data_ptrs[l], strides[l] bytes a row). Reads all rows before
-// it writes any, so sources and targets may overlap.
-void copy_all_layer_kv_cache_cpu(
-    const at::Tensor& data_ptrs, const at::Tensor& strides, const at::Tensor& tgt_loc, const at::Tensor& src_loc) {
-  SPEC_CHECK(
-      data_ptrs.scalar_type() == at::kUInt64 && data_ptrs.is_contiguous(),
-      "data_ptrs must be contiguous uint64, is ", data_ptrs.scalar_type());
-  SPEC_CHECK(
-      tgt_loc.numel() == src_loc.numel(), "tgt_loc and src_loc must be of one length, are ", tgt_loc.numel(), " and ",
-      src_loc.numel());
-  INTS(strides); INTS(tgt_loc); INTS(src_loc);
+// Row tgt_loc[i] <- row src_loc[i] in every buffer (address data_ptrs[l], strides[l] bytes a row). Reads all rows
+// before it writes any, so sources and targets may overlap.
+void copy_all_layer_kv_cache_cpu(const at::Tensor& data_ptrs,
+                                 const at::Tensor& strides,
+                                 const at::Tensor& tgt_loc,
+                                 const at::Tensor& src_loc) {
+  SPEC_CHECK(data_ptrs.scalar_type() == at::kUInt64 && data_ptrs.is_contiguous(),
+             "data_ptrs must be contiguous uint64, is ", data_ptrs.scalar_type());
+  SPEC_CHECK(tgt_loc.numel() == src_loc.numel(), "tgt_loc and src_loc must be of one length, are ", tgt_loc.numel(),
+             " and ", src_loc.numel());
+  INTS(strides);
+  INTS(tgt_loc);
+  INTS(src_loc);
   const auto* pointers = static_cast<const uint64_t*>(data_ptrs.const_data_ptr());
   at::parallel_for(0, data_ptrs.numel(), 1, [&](int64_t begin, int64_t end) {
     std::vector<char> rows;
@@ -364,9 +396,11 @@ TORCH_LIBRARY_FRAGMENT(sgl_kernel, m) {
       "Tensor candidates, Tensor retrive_index, Tensor retrive_next_token, Tensor retrive_next_sibling, "
       "Tensor target_predict) -> ()");
   m.def(
-      "fill_accept_out_cache_loc_cpu(Tensor accept_index, Tensor out_cache_loc, Tensor(a!) accept_out_cache_loc) -> ()");
+      "fill_accept_out_cache_loc_cpu(Tensor accept_index, Tensor out_cache_loc, Tensor(a!) accept_out_cache_loc) -> "
+      "()");
   m.def(
-      "fill_bonus_tokens_cpu(Tensor accept_tokens, Tensor accept_lens, Tensor(a!) bonus_tokens, int accept_stride) -> ()");
+      "fill_bonus_tokens_cpu(Tensor accept_tokens, Tensor accept_lens, Tensor(a!) bonus_tokens, int accept_stride) -> "
+      "()");
   m.def(
       "rotate_input_ids_cpu(Tensor(a!) input_ids, Tensor extend_start_loc, Tensor extend_seq_lens, Tensor topk_index, "
       "Tensor? select_index=None) -> ()");

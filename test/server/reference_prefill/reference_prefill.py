@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A plug-in of the tests: a slow prefill-only MLA backend in plain torch, registered as `torch_native_mla`.
 
-Of upstream's own backends none can prefill an MLA model on a CPU without AMX, and `--decode-attention-backend kdtree_mla`
-is about another backend doing the prefill.
+Of upstream's own backends none can prefill an MLA model on a CPU without AMX, and `--decode-attention-backend
+kdtree_mla` is about another backend doing the prefill.
 """
 
 from __future__ import annotations
@@ -33,7 +33,14 @@ class ReferencePrefill(AttentionBackend):
             print("reference_prefill: prefilling", flush=True)
 
     def forward_extend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: Any, batch: Any, save_kv_cache: bool = True, **_: Any
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: Any,
+        batch: Any,
+        save_kv_cache: bool = True,
+        **_: Any,
     ) -> torch.Tensor:
         heads = layer.tp_q_head_num
         q = q.view(-1, heads, layer.qk_head_dim)
@@ -43,7 +50,9 @@ class ReferencePrefill(AttentionBackend):
             self.pool.set_kv_buffer(layer, KVWriteLoc(batch.out_cache_loc, None), k, v)
         outputs = []
         first = 0
-        for row, new, prefix in zip(batch.req_pool_indices, batch.extend_seq_lens_cpu, batch.extend_prefix_lens_cpu, strict=True):
+        for row, new, prefix in zip(
+            batch.req_pool_indices, batch.extend_seq_lens_cpu, batch.extend_prefix_lens_cpu, strict=True
+        ):
             keys, values = k[first : first + new], v[first : first + new]
             if prefix:
                 cached = self.pool.get_key_buffer(layer.layer_id)[self.table[row, :prefix].long()]
