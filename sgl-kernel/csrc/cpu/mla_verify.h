@@ -8,10 +8,10 @@ namespace kdtree {
 
 constexpr int kLatent = 512;                  // columns of V, the first of K
 constexpr int kHead = 576;                    // columns of K: latent, then rope
-constexpr int kTileKeys = 64;                 // keys a tile
+constexpr int kTileKeys = 128;                // keys a tile
 constexpr int kKeyGroup = 16;                 // a tile's end is worked in groups of so many keys
 constexpr int kMaxBlockRows = 96;             // rows (heads x draft tokens) that share a key tile
-constexpr int64_t kScratchBytes = 600 << 10;  // what a kernel works in, a thread
+constexpr int64_t kScratchBytes = 900 << 10;  // what a kernel works in, a thread
 constexpr int64_t kSplitKeys = 1024;  // keys a split: fixed, so that a row's result depends on nothing but its request
 
 enum class Storage { fp32, bf16, fp16 };
