@@ -158,7 +158,7 @@ def serve(port: int, flags: list[str]) -> int:
         while not ready.wait(1):
             for line in server.log_text()[shown:].splitlines(keepends=True):
                 shown += len(line)
-                if any(word in line for word in ("kdtree_mla", "Load weight", "KV Cache", "error", "Error")):
+                if any(word in line for word in ("Load weight", "KV Cache", "kdtree_mla: ", "Traceback")):
                     print("  " + line.rstrip()[:160], flush=True)
 
     threading.Thread(target=report_progress, daemon=True).start()
