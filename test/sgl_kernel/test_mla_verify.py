@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,91 +16,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kdtree_spec import oracle
+from problems import SCALE, Inputs, compare, make, packed_mask
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
-SCALE = 192**-0.5
-
-
-@dataclass
-class Inputs:
-    """Arguments of one call; `mask` is the boolean tree mask that the packed one was made from."""
-
-    q: torch.Tensor
-    kv_cache: torch.Tensor
-    slot_table: torch.Tensor
-    table_rows: torch.Tensor
-    prefix_lens: torch.Tensor
-    mask: np.ndarray | None
-    page: int = 1
-    sm_scale: float = SCALE
-    k_scale: float = 1.0
-
-
-def random_tree(rng: np.random.Generator, width: int) -> np.ndarray:
-    return oracle.ancestor_mask([-1] + [int(rng.integers(0, i)) for i in range(1, width)])
-
-
-def make(
-    heads: int = 4,
-    width: int = 4,
-    prefixes: tuple[int, ...] = (70, 3),
-    dtype: torch.dtype = torch.float32,
-    page: int = 1,
-    chain: bool = False,
-    seed: int = 0,
-) -> Inputs:
-    """Random values; slots scattered over the cache, table rows in another order than the batch."""
-    rng = np.random.default_rng(seed)
-    g = torch.Generator().manual_seed(seed)
-    batch = len(prefixes)
-    columns = (max(prefixes) + width + page - 1) // page + 2
-    rows = batch + 2
-    pages = rng.permutation(rows * columns + 3)[: rows * columns]
-    slots = (rows * columns + 3) * page
-    mask = None if chain else np.concatenate([random_tree(rng, width) for _ in range(batch)])
-    return Inputs(
-        q=torch.randn(batch * width, heads, 576, generator=g).to(dtype),
-        kv_cache=torch.randn(slots, 1, 576, generator=g).to(dtype),
-        slot_table=torch.from_numpy(pages.reshape(rows, columns).astype(np.int32)),
-        table_rows=torch.from_numpy(rng.permutation(rows)[:batch].copy()),
-        prefix_lens=torch.tensor(prefixes),
-        mask=mask,
-        page=page,
-    )
 
 
 def run(x: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
     """The op's out and lse, written over poison."""
     out = torch.full((*x.q.shape[:2], 512), float("nan"), dtype=x.q.dtype)
     lse = torch.full(x.q.shape[:2], float("nan"))
-    mask = None if x.mask is None else torch.from_numpy(oracle.pack_tree_mask(x.mask))
     # fmt: off
-    torch.ops.sgl_kernel.kdtree_mla_verify(x.q, x.kv_cache, x.slot_table, x.table_rows, x.page, x.prefix_lens, mask,
-                                           x.sm_scale, x.k_scale, out, lse, None)
+    torch.ops.sgl_kernel.kdtree_mla_verify(x.q, x.kv_cache, x.slot_table, x.table_rows, x.page, x.prefix_lens,
+                                           packed_mask(x), x.sm_scale, x.k_scale, out, lse, None)
     # fmt: on
     return out, lse
 
 
 def check(x: Inputs) -> None:
-    out, lse = run(x)
-    want, want_lse = oracle.mla_verify(
-        x.q.double().numpy(),
-        x.kv_cache.double().numpy(),
-        x.slot_table.numpy(),
-        x.table_rows.numpy(),
-        x.page,
-        x.prefix_lens.numpy(),
-        x.mask,
-        x.sm_scale,
-        x.k_scale,
-    )
-    got, got_lse = out.double().numpy(), lse.double().numpy()
-    assert not np.isnan(got).any() and not np.isnan(got_lse).any()
-    error = np.linalg.norm(got - want) / max(np.linalg.norm(want), 1e-30)
-    assert error <= TOLERANCE[x.q.dtype], f"relative error {error:.2e}"
-    np.testing.assert_array_equal(np.isneginf(got_lse), np.isneginf(want_lse))
-    seen = ~np.isneginf(want_lse)
-    np.testing.assert_allclose(got_lse[seen], want_lse[seen], rtol=1e-5, atol=1e-4)
+    compare(x, *run(x), TOLERANCE[x.q.dtype])
 
 
 dtypes = st.sampled_from(list(TOLERANCE))
@@ -309,11 +242,10 @@ def test_fake_implementation_traces() -> None:
 def test_torch_opcheck() -> None:
     x = make()
     out, lse = torch.empty(8, 4, 512), torch.empty(8, 4)
-    mask = torch.from_numpy(oracle.pack_tree_mask(x.mask))
     # fmt: off
     torch.library.opcheck(
         torch.ops.sgl_kernel.kdtree_mla_verify.default,
-        (x.q, x.kv_cache, x.slot_table, x.table_rows, 1, x.prefix_lens, mask, SCALE, 1.0, out, lse, None),
+        (x.q, x.kv_cache, x.slot_table, x.table_rows, 1, x.prefix_lens, packed_mask(x), SCALE, 1.0, out, lse, None),
         test_utils=("test_schema", "test_faketensor"))
     # fmt: on
 

@@ -53,6 +53,38 @@ Storage storage_of(at::ScalarType type) {
   }
 }
 
+TensorView view(const at::Tensor& tensor) {
+  switch (tensor.scalar_type()) {
+    case at::kBFloat16: return TensorView::of(tensor, Type::bf16);
+    case at::kHalf: return TensorView::of(tensor, Type::fp16);
+    case at::kFloat: return TensorView::of(tensor, Type::fp32);
+    case at::kInt: return TensorView::of(tensor, Type::int32);
+    case at::kLong: return TensorView::of(tensor, Type::int64);
+    case at::kByte: return TensorView::of(tensor, Type::uint8);
+    default: return TensorView::of(tensor, Type::other);
+  }
+}
+
+std::optional<TensorView> view(const std::optional<at::Tensor>& tensor) {
+  return tensor.has_value() ? std::optional(view(*tensor)) : std::nullopt;
+}
+
+// Shapes and types only: the CPU code takes the data from the tensors themselves.
+VerifyArguments view_arguments(const at::Tensor& q,
+                               const at::Tensor& kv_cache,
+                               const at::Tensor& slot_table,
+                               const at::Tensor& table_rows,
+                               int64_t page,
+                               const at::Tensor& prefix_lens,
+                               const std::optional<at::Tensor>& tree_mask,
+                               double sm_scale,
+                               double k_scale,
+                               const at::Tensor& out,
+                               const std::optional<at::Tensor>& lse) {
+  return {view(q),         view(kv_cache), view(slot_table), view(table_rows), page,      view(prefix_lens),
+          view(tree_mask), sm_scale,       k_scale,          view(out),        view(lse), std::nullopt};
+}
+
 struct Free {
   void operator()(void* p) const { std::free(p); }
 };
@@ -159,13 +191,15 @@ void kdtree_mla_verify_cpu(const at::Tensor& q_any,
                            at::Tensor out,
                            std::optional<at::Tensor> lse,
                            std::optional<at::Tensor> /*workspace*/) {
-  check_verify_arguments(q_any, kv_cache, slot_table, table_rows, page, prefix_lens, tree_mask, out, lse);
+  const VerifyArguments arguments = view_arguments(q_any, kv_cache, slot_table, table_rows, page, prefix_lens,
+                                                   tree_mask, sm_scale, k_scale, out, lse);
+  check_arguments(arguments);
   const Storage storage = storage_of(q_any.scalar_type());
   const at::Tensor q = q_any.stride(2) == 1 ? q_any : q_any.contiguous();
-  const int64_t batch = table_rows.size(0);
+  const int64_t batch = arguments.batch();
   if (batch == 0) return;
-  const int64_t width = width_of(q, table_rows);
-  const int64_t heads = q.size(1);
+  const int64_t width = arguments.width();
+  const int64_t heads = arguments.heads();
   const int64_t rows = width * heads;
   const int64_t bytes = q.element_size();
   const std::vector<Request> requests =
@@ -242,12 +276,13 @@ void kdtree_mla_verify_meta(const at::Tensor& q,
                             int64_t page,
                             const at::Tensor& prefix_lens,
                             const std::optional<at::Tensor>& tree_mask,
-                            double /*sm_scale*/,
-                            double /*k_scale*/,
+                            double sm_scale,
+                            double k_scale,
                             at::Tensor out,
                             std::optional<at::Tensor> lse,
                             std::optional<at::Tensor> /*workspace*/) {
-  check_verify_arguments(q, kv_cache, slot_table, table_rows, page, prefix_lens, tree_mask, out, lse);
+  check_arguments(
+      view_arguments(q, kv_cache, slot_table, table_rows, page, prefix_lens, tree_mask, sm_scale, k_scale, out, lse));
 }
 
 }  // namespace

@@ -1,26 +1,33 @@
 // SPDX-License-Identifier: Apache-2.0
-// The op's schema and what it asks of its arguments, the same for every device.
+// The op's schema and what it asks of its arguments, the same for every device and every binding of torch.
 //
-//   q            [T, heads, 576]   bf16, fp16, or fp32 (CPU only); absorbed query: 512 latent, then 64 rope; T = batch
-//   * width kv_cache     [slots, 1, 576]   q's type; the rows of one layer slot_table   [rows, columns]   int32; slot =
-//   slot_table[row, position / page] * page + position % page table_rows   [batch]           int64; the row of
-//   slot_table that a request has page         int               1 where the table holds a slot a token (SGLang's
-//   req_to_token) prefix_lens  [batch]           int32 or int64; committed tokens. The request's `width` draft tokens
-//   stand at positions
-//                                  prefix_len .. prefix_len + width - 1. Below 0: no such request (a padded row)
-//   tree_mask    [T, ceil(width / 32)]  int32 bit words, or None for a causal chain: bit j of row i = node i sees node
-//   j sm_scale     float             of the scores k_scale      float             the cache holds K / k_scale out [T,
-//   heads, 512]   q's type, written lse          [T, heads]        fp32 or None, written: natural log of the sum of
-//   exp(score) workspace    bytes for the partial results of the splits, or None (CUDA needs it; the CPU op makes its
-//   own)
+// clang-format off
+//   q            [T, heads, 576]        bf16, fp16, or fp32 (CPU only); absorbed query: 512 latent, then 64 rope;
+//                                       T = batch * width
+//   kv_cache     [slots, 1, 576]        q's type; the rows of one layer
+//   slot_table   [rows, columns]        int32; slot = slot_table[row, position / page] * page + position % page
+//   table_rows   [batch]                int64; the row of slot_table that a request has
+//   page         int                    1 where the table holds a slot a token (SGLang's req_to_token)
+//   prefix_lens  [batch]                int32 or int64; committed tokens. The request's `width` draft tokens stand at
+//                                       positions prefix_len .. prefix_len + width - 1. Below 0: no such request
+//                                       (a padded row)
+//   tree_mask    [T, ceil(width / 32)]  int32 bit words, or None for a causal chain: bit j of row i = node i sees node j
+//   sm_scale     float                  of the scores
+//   k_scale      float                  the cache holds K / k_scale
+//   out          [T, heads, 512]        q's type, written
+//   lse          [T, heads]             fp32 or None, written: natural log of the sum of exp(score)
+//   workspace    [bytes]                uint8: the splits' partial results. CUDA: at least
+//                                       kdtree_mla_workspace_bytes(heads, width, device). CPU: None, it makes its own
+// clang-format on
 //
 // A row that sees nothing gives 0 and lse = -inf.
 #pragma once
 
-#include <ATen/core/Tensor.h>
-#include <c10/util/Exception.h>
-
+#include <array>
+#include <cstdint>
 #include <optional>
+#include <sstream>
+#include <stdexcept>
 
 namespace kdtree {
 
@@ -31,62 +38,109 @@ constexpr const char* kVerifySchema =
     "kdtree_mla_verify(Tensor q, Tensor kv_cache, Tensor slot_table, Tensor table_rows, int page, Tensor prefix_lens, "
     "Tensor? tree_mask, float sm_scale, float k_scale, Tensor(a!) out, Tensor(b!)? lse, Tensor(c!)? workspace) -> ()";
 
-// Draft tokens a request.
-inline int64_t width_of(const at::Tensor& q, const at::Tensor& table_rows) {
-  const int64_t batch = table_rows.size(0);
-  return batch == 0 ? 0 : q.size(0) / batch;
+enum class Type { bf16, fp16, fp32, int32, int64, uint8, other };
+
+inline const char* name_of(Type type) {
+  constexpr const char* names[] = {"bfloat16", "float16", "float32", "int32", "int64", "uint8", "another type"};
+  return names[static_cast<int>(type)];
 }
 
-inline void check_verify_arguments(const at::Tensor& q,
-                                   const at::Tensor& kv_cache,
-                                   const at::Tensor& slot_table,
-                                   const at::Tensor& table_rows,
-                                   int64_t page,
-                                   const at::Tensor& prefix_lens,
-                                   const std::optional<at::Tensor>& tree_mask,
-                                   const at::Tensor& out,
-                                   const std::optional<at::Tensor>& lse) {
-#define KDTREE_CHECK(ok, ...) TORCH_CHECK(ok, "kdtree_mla_verify: ", __VA_ARGS__)
-  KDTREE_CHECK(table_rows.dim() == 1 && table_rows.scalar_type() == at::kLong, "table_rows must be int64 [batch], is ",
-               table_rows.scalar_type(), " ", table_rows.sizes());
-  const int64_t batch = table_rows.size(0);
-  KDTREE_CHECK(q.dim() == 3 && q.size(2) == 576 && q.size(1) >= 1 && q.size(1) <= kMaxHeads,
-               "q must be [batch * width, heads, 576] with 1 to ", kMaxHeads, " heads, is ", q.sizes());
-  KDTREE_CHECK(batch == 0 ? q.size(0) == 0 : q.size(0) % batch == 0, "q must have batch * width rows, is ", q.sizes(),
-               " for a batch of ", batch, " (table_rows)");
-  const int64_t width = width_of(q, table_rows);
-  KDTREE_CHECK(batch == 0 || (width >= 1 && width <= kMaxWidth), "width (rows of q over batch) must be 1 to ",
-               kMaxWidth, ", is ", width, ": q ", q.sizes(), ", batch ", batch);
-  KDTREE_CHECK(kv_cache.dim() == 3 && kv_cache.size(1) == 1 && kv_cache.size(2) == 576 && kv_cache.stride(2) == 1,
-               "kv_cache must be [slots, 1, 576] with a contiguous last dimension, is ", kv_cache.sizes());
-  KDTREE_CHECK(kv_cache.scalar_type() == q.scalar_type(), "kv_cache must have q's type, is ", kv_cache.scalar_type(),
-               " for q ", q.scalar_type());
-  KDTREE_CHECK(slot_table.dim() == 2 && slot_table.scalar_type() == at::kInt && slot_table.stride(1) == 1,
-               "slot_table must be int32 [rows, columns] with contiguous rows, is ", slot_table.scalar_type(), " ",
-               slot_table.sizes());
-  KDTREE_CHECK(page >= 1, "page must be 1 or more, is ", page);
-  KDTREE_CHECK(prefix_lens.dim() == 1 && prefix_lens.size(0) == batch &&
-                   (prefix_lens.scalar_type() == at::kInt || prefix_lens.scalar_type() == at::kLong),
-               "prefix_lens must be int32 or int64 [", batch, "], is ", prefix_lens.scalar_type(), " ",
-               prefix_lens.sizes());
-  if (tree_mask.has_value()) {
+// What there is to know about a tensor of up to three dimensions, from whichever of torch's ABIs it comes.
+struct TensorView {
+  void* data;
+  Type type;
+  int64_t dims;
+  std::array<int64_t, 3> sizes, strides;
+
+  // Describes a tensor of ATen or of torch's stable ABI. A tensor of more dimensions keeps its number of them and the
+  // first three sizes; no argument has so many, so the checks refuse it.
+  template <class Tensor>
+  static TensorView of(const Tensor& tensor, Type type) {
+    TensorView view{nullptr, type, tensor.dim(), {1, 1, 1}, {1, 1, 1}};
+    for (int64_t i = 0; i < view.dims && i < 3; ++i) {
+      view.sizes[i] = tensor.size(i);
+      view.strides[i] = tensor.stride(i);
+    }
+    return view;
+  }
+
+  bool contiguous() const {
+    int64_t expected = 1;
+    for (int64_t i = dims - 1; i >= 0; --i) {
+      if (sizes[i] != 1 && strides[i] != expected) return false;
+      expected *= sizes[i];
+    }
+    return true;
+  }
+};
+
+inline std::ostream& operator<<(std::ostream& out, const TensorView& view) {
+  out << name_of(view.type) << " [";
+  for (int64_t i = 0; i < view.dims; ++i) out << (i > 0 ? ", " : "") << (i < 3 ? std::to_string(view.sizes[i]) : "...");
+  return out << "]" << (view.contiguous() ? "" : " (not contiguous)");
+}
+
+struct VerifyArguments {
+  TensorView q, kv_cache, slot_table, table_rows;
+  int64_t page;
+  TensorView prefix_lens;
+  std::optional<TensorView> tree_mask;
+  double sm_scale, k_scale;
+  TensorView out;
+  std::optional<TensorView> lse, workspace;
+
+  int64_t batch() const { return table_rows.sizes[0]; }
+  int64_t heads() const { return q.sizes[1]; }
+  // Draft tokens a request.
+  int64_t width() const { return batch() == 0 ? 0 : q.sizes[0] / batch(); }
+};
+
+// Raises std::runtime_error (Python: RuntimeError) with the parts of the message joined, unless ok.
+template <class... Parts>
+void require(bool ok, const Parts&... parts) {
+  if (ok) return;
+  std::ostringstream message;
+  message << "kdtree_mla_verify: ";
+  (message << ... << parts);
+  throw std::runtime_error(message.str());
+}
+
+// Raises unless every argument is as the table above says. What a device asks beyond it, its own code checks.
+inline void check_arguments(const VerifyArguments& a) {
+  require(a.table_rows.dims == 1 && a.table_rows.type == Type::int64, "table_rows must be int64 [batch], is ",
+          a.table_rows);
+  const int64_t batch = a.batch();
+  require(a.q.dims == 3 && a.q.sizes[2] == 576 && a.heads() >= 1 && a.heads() <= kMaxHeads,
+          "q must be [batch * width, heads, 576] with 1 to ", kMaxHeads, " heads, is ", a.q);
+  require(batch == 0 ? a.q.sizes[0] == 0 : a.q.sizes[0] % batch == 0, "q must have batch * width rows, is ", a.q,
+          " for a batch of ", batch, " (table_rows)");
+  const int64_t width = a.width();
+  require(batch == 0 || (width >= 1 && width <= kMaxWidth), "width (rows of q over batch) must be 1 to ", kMaxWidth,
+          ", is ", width, ": q ", a.q, ", batch ", batch);
+  require(a.kv_cache.dims == 3 && a.kv_cache.sizes[1] == 1 && a.kv_cache.sizes[2] == 576 && a.kv_cache.strides[2] == 1,
+          "kv_cache must be [slots, 1, 576] with a contiguous last dimension, is ", a.kv_cache);
+  require(a.kv_cache.type == a.q.type, "kv_cache must have q's type, is ", a.kv_cache, " for q ", a.q);
+  require(a.slot_table.dims == 2 && a.slot_table.type == Type::int32 && a.slot_table.strides[1] == 1,
+          "slot_table must be int32 [rows, columns] with contiguous rows, is ", a.slot_table);
+  require(a.page >= 1, "page must be 1 or more, is ", a.page);
+  require(a.prefix_lens.dims == 1 && a.prefix_lens.sizes[0] == batch &&
+              (a.prefix_lens.type == Type::int32 || a.prefix_lens.type == Type::int64),
+          "prefix_lens must be int32 or int64 [", batch, "], is ", a.prefix_lens);
+  if (a.tree_mask.has_value()) {
     const int64_t words = (width + 31) / 32;
-    KDTREE_CHECK(tree_mask->dim() == 2 && tree_mask->scalar_type() == at::kInt && tree_mask->size(0) == q.size(0) &&
-                     tree_mask->size(1) == words && tree_mask->is_contiguous(),
-                 "tree_mask must be contiguous int32 [", q.size(0), ", ", words, "] (rows of q, ceil(width / 32)), is ",
-                 tree_mask->scalar_type(), " ", tree_mask->sizes());
+    require(a.tree_mask->dims == 2 && a.tree_mask->type == Type::int32 && a.tree_mask->sizes[0] == a.q.sizes[0] &&
+                a.tree_mask->sizes[1] == words && a.tree_mask->contiguous(),
+            "tree_mask must be contiguous int32 [", a.q.sizes[0], ", ", words, "] (rows of q, ceil(width / 32)), is ",
+            *a.tree_mask);
   }
-  KDTREE_CHECK(out.dim() == 3 && out.size(0) == q.size(0) && out.size(1) == q.size(1) && out.size(2) == 512 &&
-                   out.is_contiguous() && out.scalar_type() == q.scalar_type(),
-               "out must be contiguous ", q.scalar_type(), " [", q.size(0), ", ", q.size(1), ", 512], is ",
-               out.scalar_type(), " ", out.sizes());
-  if (lse.has_value()) {
-    KDTREE_CHECK(lse->dim() == 2 && lse->size(0) == q.size(0) && lse->size(1) == q.size(1) && lse->is_contiguous() &&
-                     lse->scalar_type() == at::kFloat,
-                 "lse must be contiguous float32 [", q.size(0), ", ", q.size(1), "], is ", lse->scalar_type(), " ",
-                 lse->sizes());
+  require(a.out.dims == 3 && a.out.sizes[0] == a.q.sizes[0] && a.out.sizes[1] == a.q.sizes[1] &&
+              a.out.sizes[2] == 512 && a.out.contiguous() && a.out.type == a.q.type,
+          "out must be contiguous ", name_of(a.q.type), " [", a.q.sizes[0], ", ", a.q.sizes[1], ", 512], is ", a.out);
+  if (a.lse.has_value()) {
+    require(a.lse->dims == 2 && a.lse->sizes[0] == a.q.sizes[0] && a.lse->sizes[1] == a.q.sizes[1] &&
+                a.lse->contiguous() && a.lse->type == Type::fp32,
+            "lse must be contiguous float32 [", a.q.sizes[0], ", ", a.q.sizes[1], "], is ", *a.lse);
   }
-#undef KDTREE_CHECK
 }
 
 }  // namespace kdtree
