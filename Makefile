@@ -10,7 +10,7 @@ PIP := $(PY) -m pip --disable-pip-version-check
 REQUIREMENTS := python/requirements-cpu.txt python/requirements-dev.txt
 DISTRIBUTIONS := python sgl-kernel kdtree
 
-.PHONY: help serve ask test test-long lint vendor kernels install wheel bench clean-vendor clean
+.PHONY: help serve ask test test-long sanitize resources lint vendor kernels install wheel bench clean-vendor clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -28,6 +28,13 @@ test: install ## set up, then run the tests (under 30 minutes on two cores)
 
 test-long: install ## the tests that take long
 	@$(PY) -m pytest test -m long $(TEST_FLAGS)
+
+sanitize: install ## on a GPU: compute-sanitizer over the verify kernel's reduced tests
+	@for tool in memcheck racecheck; do compute-sanitizer --tool $$tool --error-exitcode 1 \
+		$(PY) -m pytest test/sgl_kernel/test_mla_verify_cuda.py -q -m sanitize || exit 1; done
+
+resources: kernels ## registers, spills and shared memory of the sm_120a kernels
+	@$(PY) sgl-kernel/kernel_resources.py
 
 lint: $(VENV)/.deps ## ruff, isort, codespell, clang-format
 	@$(VENV)/bin/pre-commit run --all-files

@@ -85,7 +85,8 @@ good = dict(q=m(8, 4, 576), kv_cache=m(100, 1, 576), slot_table=m(2, 50, dtype=t
 ops.kdtree_mla_verify(**good)
 bad = [dict(q=m(8, 4, 570)), dict(q=m(8, 4, 576, dtype=torch.float32), kv_cache=m(100, 1, 576, dtype=torch.float32),
        out=m(8, 4, 512, dtype=torch.float32)), dict(q=m(8, 4, 1152)[..., ::2]),
-       dict(kv_cache=m(100, 1, 580)[..., :576]), dict(tree_mask=m(8, 2, dtype=torch.int32)), dict(sm_scale=float("nan"))]
+       dict(kv_cache=m(100, 1, 580)[..., :576]), dict(tree_mask=m(8, 2, dtype=torch.int32)),
+       dict(sm_scale=float("nan"))]
 for change in bad:
     try:
         ops.kdtree_mla_verify(**(good | change))
