@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
 BACKEND = "kdtree_mla"
+CUDA_LIBRARY = "kdtree_cuda.so"
 
 
 class KernelLibraryError(RuntimeError):
@@ -26,7 +27,11 @@ class KernelLibraryError(RuntimeError):
 
 
 def load_kernels() -> None:
-    """Load sgl_kernel's library and see that it has the op; raises KernelLibraryError that names the file."""
+    """Load sgl_kernel and see that the process has the op; raises KernelLibraryError that names the file.
+
+    On a machine without a GPU upstream's loader takes this fork's CPU library. With one it takes upstream's CUDA
+    library for the GPU, and this fork's own is loaded beside it.
+    """
     import torch
 
     package = vendored.package_path("sgl_kernel")
@@ -41,11 +46,21 @@ def load_kernels() -> None:
             f"the kernel library {', '.join(libraries) or package / 'common_ops.*'} does not load: {reason}\n"
             "Run `make kernels` with the torch that is installed here."
         ) from error
-    if not hasattr(torch.ops.sgl_kernel, "kdtree_mla_verify"):
+    if hasattr(torch.ops.sgl_kernel, "kdtree_mla_verify"):
+        return
+    library = package / CUDA_LIBRARY
+    if not torch.cuda.is_available() or not library.exists():
         raise KernelLibraryError(
             f"the kernel library of {package} has no op kdtree_mla_verify: it is upstream's, not this fork's. "
             "Run `make kernels`, or install this fork's sglang-kernel wheel."
         )
+    try:
+        torch.ops.load_library(str(library))
+    except OSError as error:
+        raise KernelLibraryError(
+            f"the kernel library {library} does not load: {error}\n"
+            "Run `make kernels` with the torch that is installed here."
+        ) from error
 
 
 def create_backend(runner: ModelRunner) -> AttentionBackend:

@@ -137,8 +137,9 @@ def trees(batch: int) -> np.ndarray:
     )
 
 
-def verify_info(mask: torch.Tensor | None, topk: int = -1) -> SimpleNamespace:
-    return SimpleNamespace(draft_token_num=WIDTH, custom_mask=mask, tree_topk=topk)
+def verify_info(mask: torch.Tensor | None, topk: int = -1, requests: int = 3) -> SimpleNamespace:
+    tokens = torch.zeros(requests * WIDTH, dtype=torch.int64)
+    return SimpleNamespace(draft_token_num=WIDTH, custom_mask=mask, tree_topk=topk, draft_token=tokens)
 
 
 def full_mask(masks: np.ndarray, prefixes: list[int]) -> torch.Tensor:
@@ -190,10 +191,117 @@ def test_verify_trees_from_the_offered_buffer() -> None:
     runner = make_runner()
     backend = KDTreeMLABackend(runner)
     backend.verify_mask.buffer[: masks.size] = torch.from_numpy(masks).flatten()
-    spec_info = verify_info(backend.verify_mask.buffer)
+    spec_info = verify_info(backend.verify_mask.buffer, requests=2)
     backend.init_forward_metadata(Step(ForwardMode.TARGET_VERIFY, [31, 4], [WIDTH] * 2, spec_info).batch(runner))
     packed = oracle.pack_tree_mask(masks.reshape(-1, WIDTH))
     np.testing.assert_array_equal(backend.forward_metadata.calls[0].mask.numpy(), packed)
+
+
+class Graph:
+    """The life of a captured graph, on the CPU: what upstream's runner calls, with its static buffers. A replay runs
+    the recorded metadata again, on the same tensors."""
+
+    BATCH = 4
+
+    def __init__(self, mode: ForwardMode, tokens_a_request: int, captured_spec: SimpleNamespace | None) -> None:
+        self.runner = make_runner()
+        self.mode, self.width = mode, tokens_a_request
+        self.backend = KDTreeMLABackend(self.runner)
+        self.backend.init_cuda_graph_state(self.BATCH, self.BATCH * tokens_a_request)
+        self.seq_lens = torch.full((self.BATCH,), self.backend.get_cuda_graph_seq_len_fill_value())
+        self.table_rows = torch.zeros(self.BATCH, dtype=torch.int64)
+        self.captured = self.view(captured_spec)
+        self.backend.init_forward_metadata_out_graph(self.captured, in_capture=True)
+        self.backend.init_forward_metadata_in_graph(self.captured)
+        self.mask = self.backend.forward_metadata.calls[0].mask
+
+    def view(self, spec: SimpleNamespace | None) -> SimpleNamespace:
+        return SimpleNamespace(
+            forward_mode=self.mode,
+            req_pool_indices=self.table_rows,
+            seq_lens=self.seq_lens,
+            input_ids=torch.zeros(self.BATCH * self.width),
+            out_cache_loc=torch.zeros(self.BATCH * self.width, dtype=torch.int64),
+            spec_info=spec,
+        )
+
+    def replay(self, rows: list[int], seq_lens: list[int], spec: SimpleNamespace | None) -> torch.Tensor:
+        """Replays for real requests; the rest of the batch is padding. Returns out [BATCH, width, heads, 512]."""
+        self.seq_lens.fill_(self.backend.get_cuda_graph_seq_len_fill_value())
+        self.table_rows.zero_()
+        self.seq_lens[: len(rows)] = torch.tensor(seq_lens)
+        self.table_rows[: len(rows)] = torch.tensor(rows)
+        self.backend.init_forward_metadata_out_graph(self.view(spec))
+        self.backend.init_forward_metadata_in_graph(self.captured)
+        assert len(self.backend.forward_metadata.calls) == 1
+        mask = self.backend.forward_metadata.calls[0].mask
+        assert (mask is None) == (self.mask is None)
+        assert mask is None or mask.data_ptr() == self.mask.data_ptr()
+        torch.manual_seed(1)
+        self.runner.token_to_kv_pool.buffer = torch.randn(8 * 600, 1, 576)
+        self.q = torch.randn(self.BATCH * self.width, HEADS * 576)
+        out = self.backend.forward(self.q, None, None, LAYER, self.captured, save_kv_cache=False)
+        return out.view(self.BATCH, self.width, HEADS, 512)
+
+    def check(self, out: torch.Tensor, rows: list[int], prefixes: list[int], masks: np.ndarray | None) -> None:
+        requests = len(rows)
+        want, _ = oracle.mla_verify(
+            self.q.view(-1, HEADS, 576)[: requests * self.width].double().numpy(),
+            self.runner.token_to_kv_pool.buffer.double().numpy(),
+            self.runner.req_to_token_pool.req_to_token.numpy(),
+            np.array(rows),
+            1,
+            np.array(prefixes),
+            None if masks is None else masks.reshape(-1, self.width),
+            SCALE,
+        )
+        got = out[:requests].reshape(-1, HEADS, 512).double().numpy()
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+        assert torch.isfinite(out).all()
+
+
+def test_graph_of_decode_follows_lengths_and_rows() -> None:
+    graph = Graph(ForwardMode.DECODE, 1, None)
+    for rows, prefixes in (([5, 2, 7], [100, 0, 33]), ([1], [7]), ([0, 1, 2, 3], [1, 2, 3, 4])):
+        graph.check(graph.replay(rows, [p + 1 for p in prefixes], None), rows, prefixes, None)
+
+
+@pytest.mark.parametrize("layout", ["QLEN_ONLY", "FULL_MASK", "offered buffer"])
+def test_graph_of_tree_verify_follows_masks_of_fewer_requests(layout: str) -> None:
+    captured = verify_info(torch.ones(Graph.BATCH * (1 + WIDTH) * WIDTH, dtype=torch.bool))
+    captured.draft_token = None  # upstream's dummy
+    graph = Graph(ForwardMode.TARGET_VERIFY, WIDTH, captured)
+    # WIDTH committed tokens and one request: a FULL_MASK as long as two requests' QLEN_ONLY.
+    for rows, prefixes in (([5, 2, 7], [100, 0, 33]), ([1], [WIDTH]), ([0, 1, 2, 3], [1, 2, 3, 4])):
+        masks = trees(len(rows))
+        flat = torch.from_numpy(masks).flatten()
+        if layout == "FULL_MASK":
+            flat = full_mask(masks, prefixes)
+        elif layout == "offered buffer":
+            graph.backend.verify_mask.buffer[: len(flat)] = flat
+            flat = graph.backend.verify_mask.buffer
+        spec = verify_info(flat, requests=len(rows))
+        graph.check(graph.replay(rows, prefixes, spec), rows, prefixes, masks)
+
+
+def test_graph_of_a_chain_has_no_mask_whatever_the_last_tree_was() -> None:
+    graph = Graph(ForwardMode.TARGET_VERIFY, WIDTH, verify_info(None))
+    graph.backend.verify_mask.buffer.fill_(False)
+    for rows, prefixes in (([5, 2, 7], [100, 0, 33]), ([1], [7])):
+        graph.check(graph.replay(rows, prefixes, verify_info(None)), rows, prefixes, None)
+
+
+def test_graph_of_draft_extend_takes_the_prefix_from_the_extended_lengths() -> None:
+    graph = Graph(ForwardMode.DRAFT_EXTEND_V2, WIDTH, None)
+    extended = torch.full((Graph.BATCH,), WIDTH)
+    graph.captured.spec_info = SimpleNamespace(extend_seq_lens_tensor=extended)
+    rows, prefixes = [5, 2, 7], [100, 0, 33]
+    graph.check(graph.replay(rows, [p + WIDTH for p in prefixes], None), rows, prefixes, None)
+
+
+def test_no_graph_of_a_prefill() -> None:
+    with pytest.raises(NotImplementedError, match="no CUDA graph of the forward mode EXTEND"):
+        Graph(ForwardMode.EXTEND, WIDTH, None)
 
 
 def test_idle_step_gives_an_empty_output() -> None:
@@ -244,13 +352,19 @@ def test_mask_too_short_for_the_batch_is_an_error() -> None:
     ("changes", "message"),
     [
         ({"kv_cache_dtype": torch.float8_e4m3fn}, "on cpu serves a KV cache in bfloat16, float16, float32, not float8"),
-        ({"device": "cuda"}, "no kernel for the device cuda in this build"),
+        ({"device": "cuda", "dtype": torch.bfloat16}, "on cuda serves a KV cache in bfloat16, float16, not float32"),
         ({"kv_index_translator": SimpleNamespace(is_translating=True)}, "Remove --enable-unified-memory"),
     ],
 )
 def test_unsupported_settings_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UnsupportedError, match=message):
         check_supported(make_runner(**changes))
+
+
+def test_an_installation_without_a_kernel_for_the_device_is_refused() -> None:
+    runner = make_runner(device="cuda", dtype=torch.bfloat16, kv_cache_dtype=torch.bfloat16)
+    with pytest.raises(UnsupportedError, match=r"no kdtree_mla kernel for the device cuda.*change --device"):
+        check_supported(runner)
 
 
 def test_sparse_attention_and_context_parallelism_are_refused(one_rank: SimpleNamespace) -> None:

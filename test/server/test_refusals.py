@@ -138,5 +138,6 @@ def test_kernel_library_without_the_op(monkeypatch: pytest.MonkeyPatch) -> None:
     from sglang_kdtree import plugin
 
     monkeypatch.setattr(torch.ops, "sgl_kernel", object())
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(plugin.KernelLibraryError, match="has no op kdtree_mla_verify: it is upstream's"):
         plugin.load_kernels()

@@ -1,13 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The attention backend `kdtree_mla`: MLA attention of decode, tree verify and cached prefill through one op.
+"""The attention backend `kdtree_mla`: MLA attention of decode, tree verify and draft-extend through one op.
 
-Decode is a tree of one node. Target verify is a tree of `width` nodes a request. A prefill chunk behind a cached prefix
-is cut into causal chains of at most 256 tokens. What changes once a step is computed once, in init_forward_metadata;
-a layer then writes its KV rows and calls the op.
+Decode is a tree of one node. Target verify is a tree of `width` nodes a request. What changes once a step is computed
+once, in the init_forward_metadata methods; a layer then writes its KV rows and calls the op.
+
+Prefill goes through upstream's Triton backend on CUDA. On the CPU, where upstream has none for MLA, a chunk behind a
+cached prefix is cut into causal chains of at most 256 tokens for the op, and a first chunk is plain attention.
+
+In a CUDA graph the op reads the graph's own lengths and table rows, and tree masks from one packed buffer that is
+filled before each replay. A graph is captured with a mask or without one, so a chain never reads a tree's.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 from dataclasses import dataclass
@@ -21,11 +27,11 @@ from sglang.srt.runtime_context import get_parallel, get_spec
 from sglang.srt.speculative.eagle_utils import TreeMaskMode
 
 from sglang_kdtree.attention import tree_mask
-from sglang_kdtree.attention.support import LATENT, ROPE, check_supported
+from sglang_kdtree.attention.support import LATENT, ROPE, check_supported, kernel_variant
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
-    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
     from sglang.srt.model_executor.model_runner import ModelRunner
 
 logger = logging.getLogger(__name__)
@@ -59,6 +65,12 @@ class StepMetadata:
     extend_lens: list[int] | None = None
 
 
+def has_tree(spec: Any) -> bool:
+    """Whether a verify input has a mask that says more than a chain (topk 1) does; NGRAM's irregular trees say -1."""
+    mask = getattr(spec, "custom_mask", None)
+    return mask is not None and mask.numel() > 0 and getattr(spec, "tree_topk", None) != 1
+
+
 class KDTreeMLABackend(AttentionBackend):
     """See the module. Refuses what it does not serve with UnsupportedError."""
 
@@ -73,7 +85,34 @@ class KDTreeMLABackend(AttentionBackend):
         self.data_type = self.kv_cache_dtype = runner.kv_cache_dtype
         self.forward_metadata: StepMetadata | None = None
         self._verify_mask = self._make_verify_mask(runner)
+        self._graph_mask: torch.Tensor | None = None  # [max_bs * width, words] int32
+        self._runner = runner
+        self._on_cuda = torch.device(runner.device).type == "cuda"
+        self._workspaces: dict[int, torch.Tensor | None] = {}
+        self._heads = runner.model_config.num_attention_heads // get_parallel().attn_tp_size
+        if self._on_cuda:
+            for width in {1, get_spec().speculative_num_draft_tokens or 1}:
+                self._workspace(width)
         self._log_start(runner)
+
+    @functools.cached_property
+    def _prefill(self) -> AttentionBackend:
+        """What prefill goes through on CUDA; made when it is first needed, as beside another backend it never is."""
+        from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
+
+        return TritonAttnBackend(self._runner)
+
+    def _workspace(self, width: int) -> torch.Tensor | None:
+        """The op's workspace for a width: made once, before any graph is captured, and never moved."""
+        if not self._on_cuda:
+            return None
+        if width not in self._workspaces:
+            device = torch.device(self._runner.device)
+            index = torch.cuda.current_device() if device.index is None else device.index
+            size = torch.ops.sgl_kernel.kdtree_mla_workspace_bytes(self._heads, width, index)
+            fits = [w for w in self._workspaces.values() if w is not None and w.numel() >= size]
+            self._workspaces[width] = fits[0] if fits else torch.empty(size, dtype=torch.uint8, device=device)
+        return self._workspaces[width]
 
     @staticmethod
     def _make_verify_mask(runner: ModelRunner) -> VerifyMask | None:
@@ -94,7 +133,7 @@ class KDTreeMLABackend(AttentionBackend):
             parallel.tp_size,
             os.getpid(),
             runner.device,
-            torch.ops.sgl_kernel.kdtree_mla_cpu_variant(),
+            kernel_variant(runner),
             str(runner.kv_cache_dtype).removeprefix("torch."),
             "draft" if runner.is_draft_worker else "target",
         )
@@ -107,34 +146,95 @@ class KDTreeMLABackend(AttentionBackend):
         """Nothing to do: the mask is packed in init_forward_metadata, which runs after the draft stage."""
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
+        """Eager: everything of the step."""
         mode = forward_batch.forward_mode
         if mode.is_idle():
             self.forward_metadata = StepMetadata(calls=[])
         elif mode.is_decode():
             self.forward_metadata = StepMetadata(calls=[self._decode_call(forward_batch)])
         elif mode.is_target_verify():
-            self.forward_metadata = StepMetadata(calls=[self._verify_call(forward_batch)])
-        else:
+            self.forward_metadata = StepMetadata(
+                calls=[self._verify_call(forward_batch, self._packed_mask(forward_batch))]
+            )
+        elif self._through_op(mode):
             self.forward_metadata = self._extend_metadata(forward_batch)
+        else:
+            self._prefill.init_forward_metadata(forward_batch)
+            self.forward_metadata = StepMetadata(calls=[])
+
+    def _through_op(self, mode: ForwardMode) -> bool:
+        """Whether an extend of this mode goes through the op; otherwise upstream's prefill serves it."""
+        return not self._on_cuda or mode.is_draft_extend_v2()
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        width = max_num_tokens // max_bs
+        words = (width + 31) // 32
+        # Ones: a padded request's rows see all of its tokens, as good as any other padding.
+        self._graph_mask = torch.full((max_bs * width, words), -1, dtype=torch.int32, device=self._runner.device)
+        self._workspace(width)
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        return 1  # a padded request decodes one token
+
+    def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> None:
+        """Before a capture or a replay: the step's tree masks, packed into the graph's buffer."""
+        if forward_batch.forward_mode.is_target_verify():
+            packed = self._packed_mask(forward_batch)
+            if packed is not None:
+                self._graph_mask[: len(packed)].copy_(packed)
+
+    def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
+        """Recorded: lengths are computed on the device, from the graph's own buffers."""
+        mode = forward_batch.forward_mode
+        if mode.is_decode_or_idle():
+            call = self._decode_call(forward_batch)
+        elif mode.is_target_verify():
+            spec = forward_batch.spec_info
+            rows = len(forward_batch.req_pool_indices) * spec.draft_token_num
+            call = self._verify_call(forward_batch, self._graph_mask[:rows] if has_tree(spec) else None)
+        elif mode.is_draft_extend_v2():
+            call = self._draft_extend_call(forward_batch)
+        else:
+            raise NotImplementedError(f"kdtree_mla: no CUDA graph of the forward mode {mode.name}")
+        self.forward_metadata = StepMetadata(calls=[call])
 
     @staticmethod
     def _decode_call(forward_batch: ForwardBatch) -> Call:
         # seq_lens counts the token that this step computes.
         return Call(1, None, forward_batch.req_pool_indices, forward_batch.seq_lens - 1)
 
-    def _verify_call(self, forward_batch: ForwardBatch) -> Call:
+    @staticmethod
+    def _verify_call(forward_batch: ForwardBatch, mask: torch.Tensor | None) -> Call:
+        # seq_lens counts the committed tokens and not the tree's.
+        width: int = forward_batch.spec_info.draft_token_num
+        return Call(width, None, forward_batch.req_pool_indices, forward_batch.seq_lens, mask)
+
+    def _packed_mask(self, forward_batch: ForwardBatch) -> torch.Tensor | None:
+        """[requests * width, words] int32 of the requests that have a tree, without a graph's padded ones; None for
+        chains."""
         spec = forward_batch.spec_info
+        if not has_tree(spec):
+            return None
         width: int = spec.draft_token_num
-        prefix_lens = forward_batch.seq_lens  # committed tokens: the tree's are not counted
-        mask = getattr(spec, "custom_mask", None)
-        # topk 1 is a chain, which the op knows without a mask; NGRAM's irregular trees say -1.
-        if mask is None or mask.numel() == 0 or getattr(spec, "tree_topk", None) == 1:
-            return Call(width, None, forward_batch.req_pool_indices, prefix_lens)
+        mask, prefix_lens = spec.custom_mask, forward_batch.seq_lens
+        if spec.draft_token is not None:
+            prefix_lens = prefix_lens[: len(spec.draft_token) // width]
         offered = self._verify_mask
-        if offered is not None and mask.data_ptr() == offered.buffer.data_ptr():
-            mask = mask[: len(prefix_lens) * width * width]  # the whole buffer, as large as the largest batch
-        packed = tree_mask.pack(tree_mask.qlen_only(mask, prefix_lens, width))
-        return Call(width, None, forward_batch.req_pool_indices, prefix_lens, packed)
+        in_place = offered is not None and mask.data_ptr() == offered.buffer.data_ptr()
+        if in_place or spec.draft_token is None:  # the buffers of the largest batch, or of a capture
+            mask = mask[: len(prefix_lens) * width * width]
+        return tree_mask.pack(tree_mask.qlen_only(mask, prefix_lens, width))
+
+    @staticmethod
+    def _draft_extend_call(forward_batch: ForwardBatch) -> Call:
+        """In a graph every request extends by as many tokens; those past its real ones are thrown away later."""
+        spec = forward_batch.spec_info
+        width = len(forward_batch.input_ids) // len(forward_batch.req_pool_indices)
+        prefix_lens = forward_batch.seq_lens
+        extended = getattr(spec, "extend_seq_lens_tensor", None)
+        if extended is not None:
+            prefix_lens = (prefix_lens - extended[: len(prefix_lens)]).clamp(min=0)
+        return Call(width, None, forward_batch.req_pool_indices, prefix_lens)
 
     @staticmethod
     def _extend_metadata(forward_batch: ForwardBatch) -> StepMetadata:
@@ -177,6 +277,9 @@ class KDTreeMLABackend(AttentionBackend):
         save_kv_cache: bool = True,
         **kwargs: Any,
     ) -> torch.Tensor:
+        mode = forward_batch.forward_mode
+        if not mode.is_target_verify() and not self._through_op(mode):
+            return self._prefill.forward_extend(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
         if layer.qk_head_dim != LATENT + ROPE:
             return self._forward_first_chunk(q, k, v, layer)
         return self._forward_absorbed(q, k, v, layer, forward_batch, save_kv_cache)
@@ -211,7 +314,7 @@ class KDTreeMLABackend(AttentionBackend):
                 1.0,
                 part,
                 None,
-                None,
+                self._workspace(call.width),
             )
             if not whole:
                 out[call.tokens] = part

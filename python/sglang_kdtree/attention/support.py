@@ -13,11 +13,33 @@ if TYPE_CHECKING:
 LATENT = 512
 ROPE = 64
 MAX_HEADS = 128
-KV_DTYPES = {"cpu": (torch.bfloat16, torch.float16, torch.float32)}
+KV_DTYPES = {
+    "cpu": (torch.bfloat16, torch.float16, torch.float32),
+    "cuda": (torch.bfloat16, torch.float16),
+}
 
 
 class UnsupportedError(ValueError):
     """The model or the server's settings are not served by kdtree_mla."""
+
+
+def kernel_variant(runner: ModelRunner) -> str:
+    """What runs on the runner's device, such as avx512_bf16 or sm_120. Raises UnsupportedError where nothing does."""
+    device = torch.device(runner.device)
+    name = "kdtree_mla_cpu_variant" if device.type == "cpu" else "kdtree_mla_cuda_variant"
+    if not hasattr(torch.ops.sgl_kernel, name):
+        raise UnsupportedError(
+            f"this installation of sglang-kernel has no kdtree_mla kernel for the device {device.type}. Install this "
+            "fork's sglang-kernel for it, or change --device."
+        )
+    variant = getattr(torch.ops.sgl_kernel, name)
+    if device.type == "cpu":
+        return variant()
+    try:
+        return variant(torch.cuda.current_device() if device.index is None else device.index)
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0].removeprefix("kdtree_mla_verify: ")
+        raise UnsupportedError(f"kdtree_mla cannot run on the device {runner.device}: {reason}") from error
 
 
 def check_supported(runner: ModelRunner) -> None:
@@ -58,6 +80,7 @@ def check_supported(runner: ModelRunner) -> None:
             f"kdtree_mla needs the KV cache in the model's type {runner.dtype}, not {runner.kv_cache_dtype}. "
             "Use --kv-cache-dtype auto."
         )
+    kernel_variant(runner)
     parallel = get_parallel()
     # On the CPU, upstream pads the heads of a model whose number does not divide; the padding is not MLA's.
     heads = getattr(config.hf_config, "original_num_attention_heads", config.num_attention_heads)
