@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The real SGLang server on the CPU: started by the tests, by `make serve` and asked by `make ask`.
+"""The real SGLang server: started by the tests, the benchmarks and `make serve`, and asked by `make ask`.
 
 python test/server.py serve [--port 30000] [server flags]
 python test/server.py ask "def main(" [--port 30000]
@@ -19,6 +19,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -77,16 +78,17 @@ class Server:
         python: str = sys.executable,
         env: dict[str, str] | None = None,
         port: int | None = None,
+        device: str = "cpu",
     ) -> None:
         self.log = log
         self.port = port or free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         # fmt: off
         # --sleep-on-idle: a scheduler without work would keep a whole core busy.
-        self.command = [python, *launch, "--device", "cpu", "--model-path", str(model), "--dtype", dtype, *backend,
+        self.command = [python, *launch, "--device", device, "--model-path", str(model), "--dtype", dtype, *backend,
                         "--port", str(self.port), "--tp-size", str(tp), "--sleep-on-idle", *flags]
         # fmt: on
-        self.env = cpu_environment(tp) | (env or {})
+        self.env = (cpu_environment(tp) if device == "cpu" else os.environ | {"HF_HUB_OFFLINE": "1"}) | (env or {})
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
@@ -139,6 +141,25 @@ class Server:
         key = "text" if isinstance(prompt, str) else "input_ids"
         params = {"max_new_tokens": tokens, "temperature": 0, **sampling}
         return request(f"{self.url}/generate", {key: prompt, "sampling_params": params})
+
+    def generate_batch(self, prompts: list[list[int]], tokens: int) -> list[dict[str, Any]]:
+        """Greedy completions of exactly `tokens` tokens, all in flight at once."""
+        params = {"max_new_tokens": tokens, "temperature": 0, "ignore_eos": True}
+        return request(f"{self.url}/generate", {"input_ids": prompts, "sampling_params": params}, timeout=600)
+
+
+@contextlib.contextmanager
+def running(servers: dict[str, Server], timeout: float = 300) -> Iterator[dict[str, Server]]:
+    """Several servers side by side, started at once, as starting takes longer than most of what is asked of them."""
+    try:
+        for server in servers.values():
+            server.start()
+        for server in servers.values():
+            server.wait_ready(timeout)
+        yield servers
+    finally:
+        for server in servers.values():
+            server.stop()
 
 
 def serve(port: int, flags: list[str]) -> int:

@@ -159,10 +159,10 @@ def bits_per_byte(model: ReferenceModel, tokenizer: Tokenizer, texts: list[str],
 
 
 def initialise(model: ReferenceModel) -> None:
+    into_residual = 0.02 / math.sqrt(2 * model.config["num_hidden_layers"])
     for name, parameter in model.named_parameters():
         if parameter.dim() == 2:
-            scale = 0.02 / math.sqrt(2 * CONFIG["num_hidden_layers"]) if "o_proj" in name or "down" in name else 0.02
-            torch.nn.init.normal_(parameter, std=scale)
+            torch.nn.init.normal_(parameter, std=into_residual if "o_proj" in name or "down" in name else 0.02)
 
 
 def train(model: ReferenceModel, stream: torch.Tensor, args: argparse.Namespace) -> None:
