@@ -10,7 +10,7 @@ PIP := $(PY) -m pip --disable-pip-version-check
 REQUIREMENTS := python/requirements-cpu.txt python/requirements-dev.txt
 DISTRIBUTIONS := python sgl-kernel kdtree
 
-.PHONY: help serve ask test test-long sanitize resources lint vendor kernels install wheel bench clean-vendor clean
+.PHONY: help serve ask test test-long sanitize resources lint vendor kernels install wheel wheel-cuda bench clean-vendor clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -49,6 +49,9 @@ install: kernels $(VENV)/.installed ## install the fork into .venv, editable
 
 wheel: kernels ## build the wheels into dist/
 	@$(PY) python/build_wheels.py
+
+wheel-cuda: kernels ## build the kernel wheel for GPUs into dist/cuda/
+	@$(PY) python/build_wheels.py --cuda
 
 bench: install ## the CPU benchmark of the verify attention
 	@$(PY) benchmark/bench_verify_attention.py --device cpu

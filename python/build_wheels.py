@@ -5,12 +5,17 @@
     sglang-kernel   CPU flavour: upstream's Python files with the library that `make kernels` built
     kdtree-spec     pure Python
 
+With --cuda (`make wheel-cuda`) only dist/cuda/, which takes a minute:
+
+    sglang-kernel   CUDA flavour: all of upstream's wheel with both libraries that `make kernels` built
+
 Upstream's wheels are compiled per Python, so they are repacked, not rebuilt: each is unpacked, our files are added, its
 metadata is rewritten from the pyproject.toml beside the sources, and `wheel pack` makes the new RECORD.
 """
 
 from __future__ import annotations
 
+import argparse
 import configparser
 import email
 import shutil
@@ -27,7 +32,8 @@ import vendor
 
 ROOT = vendor.ROOT
 DIST = ROOT / "dist"
-LIBRARY = ROOT / "sgl-kernel" / "python" / "sgl_kernel" / "common_ops.abi3.so"
+PACKAGE = ROOT / "sgl-kernel" / "python" / "sgl_kernel"
+LIBRARIES = {"cpu": ["common_ops.abi3.so"], "cuda": ["common_ops.abi3.so", "kdtree_cuda.so"]}
 PLATFORM_TAG = "cp310-abi3-linux_x86_64"  # of the kernel wheel: the library keeps to the limited API
 
 
@@ -67,9 +73,9 @@ def rewrite_metadata(info: Path, settings: dict[str, Any], requires: list[str]) 
     return info.rename(info.with_name(f"{settings['name'].replace('-', '_')}-{settings['version']}.dist-info"))
 
 
-def pack(tree: Path) -> None:
+def pack(tree: Path, into: Path) -> None:
     subprocess.run(
-        [sys.executable, "-m", "wheel", "pack", str(tree), "-d", str(DIST)], check=True, stdout=subprocess.DEVNULL
+        [sys.executable, "-m", "wheel", "pack", str(tree), "-d", str(into)], check=True, stdout=subprocess.DEVNULL
     )
 
 
@@ -84,46 +90,57 @@ def build_sglang(entry: dict[str, Any], abi: str) -> None:
         shutil.copytree(ROOT / "python" / "sglang_kdtree", ours, ignore=shutil.ignore_patterns("__pycache__"))
         shutil.copy(vendor.LOCK, ours / vendor.LOCK.name)
         rewrite_metadata(info, project("python"), [f"{kernel['name']}=={kernel['version']}"])
-        pack(tree)
+        pack(tree, DIST)
 
 
-def build_kernel(entry: dict[str, Any]) -> None:
-    if not LIBRARY.exists():
-        sys.exit(f"wheel: {LIBRARY} is not there. Run `make kernels`.")
+def build_kernel(entry: dict[str, Any], flavour: str, into: Path) -> None:
+    libraries = [PACKAGE / name for name in LIBRARIES[flavour]]
+    for library in libraries:
+        if not library.exists():
+            sys.exit(f"wheel: {library} is not there. Run `make kernels`.")
     wheel = vendor.locked_wheel("sglang-kernel", entry, "abi3")
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder)
         info = unpack(vendor.fetch("sglang-kernel", entry, "abi3"), tree)
-        # CUDA libraries, and packages of CUDA kernels that nothing on a CPU imports.
-        for library in tree.rglob("*.so"):
-            library.unlink()
-        shutil.rmtree(tree / "triton_kernels", ignore_errors=True)
+        if flavour == "cpu":
+            # CUDA libraries, and packages of CUDA kernels that nothing on a CPU imports.
+            for library in tree.rglob("*.so"):
+                library.unlink()
+            shutil.rmtree(tree / "triton_kernels", ignore_errors=True)
         vendor.write_stamp(tree / "sgl_kernel", "sglang-kernel", entry, wheel)
-        shutil.copy(LIBRARY, tree / "sgl_kernel")
-        torch_pin = f"torch=={torch.__version__.split('+')[0]}"  # the library is linked against this one
+        for library in libraries:
+            shutil.copy(library, tree / "sgl_kernel")
+        torch_pin = f"torch=={torch.__version__.split('+')[0]}"  # the CPU library is linked against this one
         info = rewrite_metadata(info, project("sgl-kernel"), [torch_pin])
         tags = email.message_from_string((info / "WHEEL").read_text())
         del tags["Tag"]
         tags["Tag"] = PLATFORM_TAG
         (info / "WHEEL").write_text(tags.as_string())
-        pack(tree)
+        pack(tree, into)
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--cuda", action="store_true", help="the CUDA flavour of sglang-kernel, into dist/cuda/")
+    cuda = parser.parse_args().cuda
     lock = tomllib.loads(vendor.LOCK.read_text())
-    shutil.rmtree(DIST, ignore_errors=True)
-    DIST.mkdir()
+    into = DIST / "cuda" if cuda else DIST
+    for old in into.glob("*.whl"):
+        old.unlink()
+    into.mkdir(parents=True, exist_ok=True)
     try:
-        for abi in lock["sglang"]["wheels"]:
-            build_sglang(lock["sglang"], abi)
-        build_kernel(lock["sglang-kernel"])
+        if not cuda:
+            for abi in lock["sglang"]["wheels"]:
+                build_sglang(lock["sglang"], abi)
+        build_kernel(lock["sglang-kernel"], "cuda" if cuda else "cpu", into)
     except vendor.VendorError as error:
         sys.exit(f"wheel: {error}")
-    # fmt: off
-    subprocess.run([sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(DIST),
-                    str(ROOT / "kdtree")], check=True, stdout=subprocess.DEVNULL)
-    # fmt: on
-    for wheel in sorted(DIST.glob("*.whl")):
+    if not cuda:
+        # fmt: off
+        subprocess.run([sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(DIST),
+                        str(ROOT / "kdtree")], check=True, stdout=subprocess.DEVNULL)
+        # fmt: on
+    for wheel in sorted(into.glob("*.whl")):
         print(f"wheel: {wheel.relative_to(ROOT)} ({wheel.stat().st_size / 2**20:.1f} MiB)")
 
 

@@ -68,6 +68,19 @@ def test_kernel_wheel_has_the_library_and_no_cuda(dist: Path) -> None:
     assert "torch==2.14.1" in metadata.get_all("Requires-Dist")
 
 
+@pytest.mark.long
+def test_cuda_kernel_wheel_is_upstreams_with_the_libraries() -> None:
+    run(sys.executable, ROOT / "python" / "build_wheels.py", "--cuda")
+    metadata, names, _ = metadata_of(next((ROOT / "dist" / "cuda").glob("*.whl")))
+    assert (metadata["Name"], metadata["Version"]) == ("sglang-kernel", "0.4.10+kdtree.1")
+    assert "torch==2.14.1" in metadata.get_all("Requires-Dist")
+    upstreams = next((ROOT / ".cache" / "wheels").glob("sglang_kernel-*.whl"))
+    with zipfile.ZipFile(upstreams) as archive:
+        theirs = {n for n in archive.namelist() if ".dist-info/" not in n}
+    ours = {"sgl_kernel/common_ops.abi3.so", "sgl_kernel/kdtree_cuda.so", "sgl_kernel/kdtree-vendored.json"}
+    assert {n for n in names if ".dist-info/" not in n} == theirs | ours
+
+
 def serve_from(venv: Path, log: Path, reference: ReferenceModel) -> None:
     python = venv / "bin" / "python"
     shown = run(python, "-m", "pip", "show", "sglang", "sglang-kernel")
