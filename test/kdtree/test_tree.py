@@ -5,6 +5,9 @@ from __future__ import annotations
 
 import itertools
 import math
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -209,3 +212,10 @@ def test_bad_arguments_name_themselves() -> None:
     out = poisoned(1, 4, dtype=torch.int32), poisoned(1, dtype=torch.int32), poisoned(1, dtype=torch.int64)
     with pytest.raises(IndexError, match="-1 to 7"):
         torch.ops.sgl_kernel.kdtree_accept(got["tokens"], *links, got["tokens"], *out)
+
+
+def test_picture_in_the_readme_is_what_the_command_draws(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "kdtree_spec", "draw", tmp_path / "tree.svg"]
+    subprocess.run(command, check=True, capture_output=True)
+    kept = Path(__file__).resolve().parents[2] / "kdtree" / "tree.svg"
+    assert (tmp_path / "tree.svg").read_text() == kept.read_text()
