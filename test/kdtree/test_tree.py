@@ -203,7 +203,7 @@ def test_bad_arguments_name_themselves() -> None:
     case = random_case(np.random.default_rng(0)) | {"width": 8}
     with pytest.raises(RuntimeError, match=r"width of 1 to 256.*\[1, 300\]"):
         build_with_op(case | {"width": 300})
-    with pytest.raises(RuntimeError, match="log_probs must be contiguous Float"):
+    with pytest.raises(RuntimeError, match="log_probs must be contiguous float32"):
         build_with_op(case | {"log_probs": case["log_probs"].astype(np.float64)})
     with pytest.raises(RuntimeError, match="min_log_prob is NaN"):
         build_with_op(case | {"min_log_prob": math.nan})

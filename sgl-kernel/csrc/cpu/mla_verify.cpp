@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "../attention/kdtree_mla/schema.h"
+#include "view.h"
 
 namespace kdtree {
 namespace {
@@ -51,22 +52,6 @@ Storage storage_of(at::ScalarType type) {
     case at::kHalf: return Storage::fp16;
     default: TORCH_CHECK(false, "kdtree_mla_verify: q must be bfloat16, float16 or float32 on the CPU, is ", type);
   }
-}
-
-TensorView view(const at::Tensor& tensor) {
-  switch (tensor.scalar_type()) {
-    case at::kBFloat16: return TensorView::of(tensor, Type::bf16);
-    case at::kHalf: return TensorView::of(tensor, Type::fp16);
-    case at::kFloat: return TensorView::of(tensor, Type::fp32);
-    case at::kInt: return TensorView::of(tensor, Type::int32);
-    case at::kLong: return TensorView::of(tensor, Type::int64);
-    case at::kByte: return TensorView::of(tensor, Type::uint8);
-    default: return TensorView::of(tensor, Type::other);
-  }
-}
-
-std::optional<TensorView> view(const std::optional<at::Tensor>& tensor) {
-  return tensor.has_value() ? std::optional(view(*tensor)) : std::nullopt;
 }
 
 // Shapes and types only: the CPU code takes the data from the tensors themselves.

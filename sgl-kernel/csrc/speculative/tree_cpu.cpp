@@ -6,16 +6,11 @@
 #include <kdtree/build.h>
 #include <torch/library.h>
 
+#include "../cpu/view.h"
 #include "tree_schema.h"
 
 namespace kdtree {
 namespace {
-
-void check(const char* op, const char* name, const at::Tensor& t, at::ScalarType type, at::IntArrayRef sizes) {
-  TORCH_CHECK(t.scalar_type() == type && t.sizes() == sizes && t.is_contiguous(), op, ": ", name,
-              " must be contiguous ", type, " ", sizes, ", is ", t.is_contiguous() ? "" : "not contiguous ",
-              t.scalar_type(), " ", t.sizes());
-}
 
 void build_tree_meta(const at::Tensor& log_probs,
                      const at::Tensor& token_ids,
@@ -30,26 +25,9 @@ void build_tree_meta(const at::Tensor& log_probs,
                      at::Tensor next_token,
                      at::Tensor next_sibling,
                      at::Tensor counts) {
-  const char* op = "kdtree_build_tree";
-  TORCH_CHECK(roots.dim() == 1, op, ": roots must be [batch], is ", roots.sizes());
-  const int64_t batch = roots.size(0);
-  TORCH_CHECK(log_probs.dim() == 3 && log_probs.size(0) == batch, op, ": log_probs must be [", batch,
-              ", positions, top_k], is ", log_probs.sizes());
-  TORCH_CHECK(tokens.dim() == 2 && tokens.size(1) >= 1 && tokens.size(1) <= kMaxTreeWidth, op,
-              ": tokens must be [batch, width] with a width of 1 to ", kMaxTreeWidth, ", is ", tokens.sizes());
-  TORCH_CHECK(min_log_prob == min_log_prob, op, ": min_log_prob is NaN");
-  const int64_t width = tokens.size(1);
-  check(op, "roots", roots, at::kLong, {batch});
-  check(op, "log_probs", log_probs, at::kFloat, log_probs.sizes());
-  check(op, "token_ids", token_ids, at::kLong, log_probs.sizes());
-  check(op, "tokens", tokens, at::kLong, {batch, width});
-  check(op, "parents", parents, at::kInt, {batch, width});
-  check(op, "depths", depths, at::kInt, {batch, width});
-  check(op, "ranks", ranks, at::kInt, {batch, width});
-  check(op, "tree_mask", tree_mask, at::kInt, {batch * width, (width + 31) / 32});
-  check(op, "next_token", next_token, at::kLong, {batch, width});
-  check(op, "next_sibling", next_sibling, at::kLong, {batch, width});
-  check(op, "counts", counts, at::kInt, {batch});
+  check_arguments(BuildArguments{view(log_probs), view(token_ids), view(roots), min_log_prob, view(tokens),
+                                 view(parents), view(depths), view(ranks), view(tree_mask), view(next_token),
+                                 view(next_sibling), view(counts)});
 }
 
 void build_tree_cpu(const at::Tensor& log_probs,
@@ -97,19 +75,8 @@ void accept_meta(const at::Tensor& tokens,
                  at::Tensor paths,
                  at::Tensor counts,
                  at::Tensor bonus) {
-  const char* op = "kdtree_accept";
-  TORCH_CHECK(tokens.dim() == 2 && tokens.size(1) >= 1 && tokens.size(1) <= kMaxTreeWidth, op,
-              ": tokens must be [batch, width] with a width of 1 to ", kMaxTreeWidth, ", is ", tokens.sizes());
-  const int64_t batch = tokens.size(0);
-  TORCH_CHECK(paths.dim() == 2 && paths.size(1) >= 1, op, ": paths must be [", batch, ", 1 or more], is ",
-              paths.sizes());
-  check(op, "tokens", tokens, at::kLong, tokens.sizes());
-  check(op, "next_token", next_token, at::kLong, tokens.sizes());
-  check(op, "next_sibling", next_sibling, at::kLong, tokens.sizes());
-  check(op, "drawn", drawn, at::kLong, tokens.sizes());
-  check(op, "paths", paths, at::kInt, {batch, paths.size(1)});
-  check(op, "counts", counts, at::kInt, {batch});
-  check(op, "bonus", bonus, at::kLong, {batch});
+  check_arguments(AcceptArguments{view(tokens), view(next_token), view(next_sibling), view(drawn), view(paths),
+                                  view(counts), view(bonus)});
 }
 
 void accept_cpu(const at::Tensor& tokens,

@@ -27,9 +27,15 @@
 // clang-format on
 #pragma once
 
+#include <algorithm>
+#include <cmath>
+#include <initializer_list>
+
+#include "../tensor_view.h"
+
 namespace kdtree {
 
-constexpr int kMaxTreeWidth = 256;
+constexpr int64_t kMaxTreeWidth = 256;
 
 constexpr const char* kBuildTreeSchema =
     "kdtree_build_tree(Tensor log_probs, Tensor token_ids, Tensor roots, bool spine, float min_log_prob, "
@@ -39,5 +45,77 @@ constexpr const char* kBuildTreeSchema =
 constexpr const char* kAcceptSchema =
     "kdtree_accept(Tensor tokens, Tensor next_token, Tensor next_sibling, Tensor drawn, Tensor(a!) paths, "
     "Tensor(b!) counts, Tensor(c!) bonus) -> ()";
+
+struct BuildArguments {
+  TensorView log_probs, token_ids, roots;
+  double min_log_prob;
+  TensorView tokens, parents, depths, ranks, tree_mask, next_token, next_sibling, counts;
+
+  int64_t batch() const { return roots.sizes[0]; }
+  int64_t width() const { return tokens.sizes[1]; }
+  int64_t words() const { return (width() + 31) / 32; }
+};
+
+struct AcceptArguments {
+  TensorView tokens, next_token, next_sibling, drawn, paths, counts, bonus;
+
+  int64_t batch() const { return tokens.sizes[0]; }
+  int64_t width() const { return tokens.sizes[1]; }
+};
+
+inline bool is(const TensorView& view, Type type, std::initializer_list<int64_t> sizes) {
+  return view.type == type && view.dims == static_cast<int64_t>(sizes.size()) && view.contiguous() &&
+         std::equal(sizes.begin(), sizes.end(), view.sizes.begin());
+}
+
+inline void check_shape_of(
+    const char* op, const char* name, const TensorView& view, Type type, std::initializer_list<int64_t> sizes) {
+  std::ostringstream shape;
+  for (const int64_t size : sizes) shape << (shape.tellp() > 0 ? ", " : "") << size;
+  require_for(op, is(view, type, sizes), name, " must be contiguous ", name_of(type), " [", shape.str(), "], is ",
+              view);
+}
+
+inline void check_tokens(const char* op, const TensorView& tokens) {
+  require_for(op, tokens.dims == 2 && tokens.sizes[1] >= 1 && tokens.sizes[1] <= kMaxTreeWidth,
+              "tokens must be [batch, width] with a width of 1 to ", kMaxTreeWidth, ", is ", tokens);
+}
+
+// Raises unless every argument is as the table above says.
+inline void check_arguments(const BuildArguments& a) {
+  constexpr const char* op = "kdtree_build_tree";
+  require_for(op, a.roots.dims == 1, "roots must be [batch], is ", a.roots);
+  const int64_t batch = a.batch();
+  require_for(op, a.log_probs.dims == 3 && a.log_probs.sizes[0] == batch, "log_probs must be [", batch,
+              ", positions, top_k], is ", a.log_probs);
+  require_for(op, !std::isnan(a.min_log_prob), "min_log_prob is NaN");
+  check_tokens(op, a.tokens);
+  const int64_t positions = a.log_probs.sizes[1], top_k = a.log_probs.sizes[2], width = a.width();
+  check_shape_of(op, "roots", a.roots, Type::int64, {batch});
+  check_shape_of(op, "log_probs", a.log_probs, Type::fp32, {batch, positions, top_k});
+  check_shape_of(op, "token_ids", a.token_ids, Type::int64, {batch, positions, top_k});
+  check_shape_of(op, "tokens", a.tokens, Type::int64, {batch, width});
+  check_shape_of(op, "parents", a.parents, Type::int32, {batch, width});
+  check_shape_of(op, "depths", a.depths, Type::int32, {batch, width});
+  check_shape_of(op, "ranks", a.ranks, Type::int32, {batch, width});
+  check_shape_of(op, "tree_mask", a.tree_mask, Type::int32, {batch * width, a.words()});
+  check_shape_of(op, "next_token", a.next_token, Type::int64, {batch, width});
+  check_shape_of(op, "next_sibling", a.next_sibling, Type::int64, {batch, width});
+  check_shape_of(op, "counts", a.counts, Type::int32, {batch});
+}
+
+inline void check_arguments(const AcceptArguments& a) {
+  constexpr const char* op = "kdtree_accept";
+  check_tokens(op, a.tokens);
+  const int64_t batch = a.batch(), width = a.width();
+  require_for(op, a.paths.dims == 2 && a.paths.sizes[1] >= 1, "paths must be [", batch, ", 1 or more], is ", a.paths);
+  check_shape_of(op, "tokens", a.tokens, Type::int64, {batch, width});
+  check_shape_of(op, "next_token", a.next_token, Type::int64, {batch, width});
+  check_shape_of(op, "next_sibling", a.next_sibling, Type::int64, {batch, width});
+  check_shape_of(op, "drawn", a.drawn, Type::int64, {batch, width});
+  check_shape_of(op, "paths", a.paths, Type::int32, {batch, a.paths.sizes[1]});
+  check_shape_of(op, "counts", a.counts, Type::int32, {batch});
+  check_shape_of(op, "bonus", a.bonus, Type::int64, {batch});
+}
 
 }  // namespace kdtree

@@ -326,7 +326,13 @@ inline void barrier() { emulator::block().barrier_or(0, kEmulatedThreads, false)
 inline bool barrier_or(bool flag) { return emulator::block().barrier_or(0, kEmulatedThreads, flag); }
 inline void barrier(int id, int threads) { emulator::block().barrier_or(id, threads, false); }
 
+inline void warp_barrier() { ballot(false); }
+
 inline uint32_t shared_memory() { return emulator::kSharedBase; }
+template <class V>
+V* shared_pointer(int offset) {
+  return reinterpret_cast<V*>(emulator::block().at(emulator::kSharedBase + offset, sizeof(V)));
+}
 template <class V>
 void store_shared(uint32_t address, const V& value) {
   std::memcpy(emulator::block().at(address, sizeof(V)), &value, sizeof(V));

@@ -1,10 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The op on CUDA, bound through torch's stable ABI, so that one library serves several versions of torch.
-#include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/core/ScalarType.h>
 
 #include <cmath>
 #include <limits>
@@ -12,33 +10,12 @@
 #include <string>
 #include <vector>
 
+#include "../../stable_view.h"
 #include "launch.h"
 #include "schema.h"
 
 namespace kdtree {
 namespace {
-
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
-
-TensorView view(const Tensor& tensor) {
-  const auto type = [&] {
-    switch (tensor.scalar_type()) {
-      case ScalarType::BFloat16: return Type::bf16;
-      case ScalarType::Half: return Type::fp16;
-      case ScalarType::Float: return Type::fp32;
-      case ScalarType::Int: return Type::int32;
-      case ScalarType::Long: return Type::int64;
-      case ScalarType::Byte: return Type::uint8;
-      default: return Type::other;
-    }
-  }();
-  return TensorView::of(tensor, type);
-}
-
-std::optional<TensorView> view(const std::optional<Tensor>& tensor) {
-  return tensor.has_value() ? std::optional(view(*tensor)) : std::nullopt;
-}
 
 VerifyArguments view_arguments(const Tensor& q,
                                const Tensor& kv_cache,
@@ -80,8 +57,7 @@ void check_workspace(const VerifyArguments& a, const Plan& plan) {
 
 template <class T>
 T* pointer(const Tensor& tensor, const char* name, size_t alignment) {
-  void* data = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_data_ptr(tensor.get(), &data));
+  void* data = data_pointer(tensor);
   require(reinterpret_cast<uintptr_t>(data) % alignment == 0, name, " must start at a multiple of ", alignment,
           " bytes on CUDA");
   return static_cast<T*>(data);
@@ -151,9 +127,7 @@ void verify_cuda(const Tensor& q,
     params.partial_sum = params.partial_out + plan.partial_rows() * kLatent;
     params.partial_peak = params.partial_sum + plan.partial_rows();
   }
-  void* stream = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream));
-  (a.q.type == Type::bf16 ? launch_bf16 : launch_fp16)(params, plan, stream);
+  (a.q.type == Type::bf16 ? launch_bf16 : launch_fp16)(params, plan, current_stream(device));
 }
 
 // The fake implementation: the op only writes its arguments, so checking them is all there is to do.

@@ -46,6 +46,7 @@ KDTREE_DEVICE V shuffle_xor(V value, int mask) {
 KDTREE_DEVICE uint32_t ballot(bool flag) { return __ballot_sync(~0u, flag); }
 KDTREE_DEVICE int first_set_bit(uint32_t word) { return __ffs(word) - 1; }
 
+KDTREE_DEVICE void warp_barrier() { __syncwarp(); }
 KDTREE_DEVICE void barrier() { __syncthreads(); }
 KDTREE_DEVICE bool barrier_or(bool flag) { return __syncthreads_or(flag); }
 // Barrier `id` (1 to 15) of `threads` threads of the block.
@@ -54,6 +55,13 @@ KDTREE_DEVICE void barrier(int id, int threads) { asm volatile("bar.sync %0, %1;
 KDTREE_DEVICE uint32_t shared_memory() {
   extern __shared__ __align__(128) unsigned char bytes[];
   return static_cast<uint32_t>(__cvta_generic_to_shared(bytes));
+}
+
+// What stands `offset` bytes from the start of shared memory, for what is not worth an address of its own kind.
+template <class V>
+KDTREE_DEVICE V* shared_pointer(int offset) {
+  extern __shared__ __align__(128) unsigned char bytes[];
+  return reinterpret_cast<V*>(bytes + offset);
 }
 
 KDTREE_DEVICE void store_shared(uint32_t address, float value) {

@@ -23,11 +23,10 @@
 // A row that sees nothing gives 0 and lse = -inf.
 #pragma once
 
-#include <array>
 #include <cstdint>
 #include <optional>
-#include <sstream>
-#include <stdexcept>
+
+#include "../../tensor_view.h"
 
 namespace kdtree {
 
@@ -37,48 +36,6 @@ constexpr int64_t kMaxWidth = 256;
 constexpr const char* kVerifySchema =
     "kdtree_mla_verify(Tensor q, Tensor kv_cache, Tensor slot_table, Tensor table_rows, int page, Tensor prefix_lens, "
     "Tensor? tree_mask, float sm_scale, float k_scale, Tensor(a!) out, Tensor(b!)? lse, Tensor(c!)? workspace) -> ()";
-
-enum class Type { bf16, fp16, fp32, int32, int64, uint8, other };
-
-inline const char* name_of(Type type) {
-  constexpr const char* names[] = {"bfloat16", "float16", "float32", "int32", "int64", "uint8", "another type"};
-  return names[static_cast<int>(type)];
-}
-
-// What there is to know about a tensor of up to three dimensions, from whichever of torch's ABIs it comes.
-struct TensorView {
-  void* data;
-  Type type;
-  int64_t dims;
-  std::array<int64_t, 3> sizes, strides;
-
-  // Describes a tensor of ATen or of torch's stable ABI. A tensor of more dimensions keeps its number of them and the
-  // first three sizes; no argument has so many, so the checks refuse it.
-  template <class Tensor>
-  static TensorView of(const Tensor& tensor, Type type) {
-    TensorView view{nullptr, type, tensor.dim(), {1, 1, 1}, {1, 1, 1}};
-    for (int64_t i = 0; i < view.dims && i < 3; ++i) {
-      view.sizes[i] = tensor.size(i);
-      view.strides[i] = tensor.stride(i);
-    }
-    return view;
-  }
-
-  bool contiguous() const {
-    int64_t expected = 1;
-    for (int64_t i = dims - 1; i >= 0; --i) {
-      if (sizes[i] != 1 && strides[i] != expected) return false;
-      expected *= sizes[i];
-    }
-    return true;
-  }
-};
-
-inline std::ostream& operator<<(std::ostream& out, const TensorView& view) {
-  out << name_of(view.type) << " [";
-  for (int64_t i = 0; i < view.dims; ++i) out << (i > 0 ? ", " : "") << (i < 3 ? std::to_string(view.sizes[i]) : "...");
-  return out << "]" << (view.contiguous() ? "" : " (not contiguous)");
-}
 
 struct VerifyArguments {
   TensorView q, kv_cache, slot_table, table_rows;
@@ -95,14 +52,9 @@ struct VerifyArguments {
   int64_t width() const { return batch() == 0 ? 0 : q.sizes[0] / batch(); }
 };
 
-// Raises std::runtime_error (Python: RuntimeError) with the parts of the message joined, unless ok.
 template <class... Parts>
 void require(bool ok, const Parts&... parts) {
-  if (ok) return;
-  std::ostringstream message;
-  message << "kdtree_mla_verify: ";
-  (message << ... << parts);
-  throw std::runtime_error(message.str());
+  require_for("kdtree_mla_verify", ok, parts...);
 }
 
 // Raises unless every argument is as the table above says. What a device asks beyond it, its own code checks.

@@ -1,0 +1,41 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the host hands to the kernels of draft trees, and how it launches them. Tensors as in tree_schema.h.
+#pragma once
+
+#include <cstdint>
+
+namespace kdtree {
+
+struct BuildParams {
+  const float* log_probs;
+  const int64_t* token_ids;
+  const int64_t* roots;
+  bool spine;
+  double min_log_prob;
+  int64_t* tokens;
+  int32_t* parents;
+  int32_t* depths;
+  int32_t* ranks;
+  uint32_t* tree_mask;
+  int64_t* next_token;
+  int64_t* next_sibling;
+  int32_t* counts;
+  int32_t batch, positions, top_k, width, words;
+};
+
+struct AcceptParams {
+  const int64_t* tokens;
+  const int64_t* next_token;
+  const int64_t* next_sibling;
+  const int64_t* drawn;
+  int32_t* paths;
+  int32_t* counts;
+  int64_t* bonus;
+  int32_t batch, width, limit;
+};
+
+// Put the kernel into a stream (cudaStream_t) of the current device. No allocation, no synchronisation.
+void launch_build_tree(const BuildParams& params, void* stream);
+void launch_accept(const AcceptParams& params, void* stream);
+
+}  // namespace kdtree
