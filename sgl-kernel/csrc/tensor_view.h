@@ -19,7 +19,6 @@ inline const char* name_of(Type type) {
 
 // What there is to know about a tensor of up to three dimensions, from whichever of torch's ABIs it comes.
 struct TensorView {
-  void* data;
   Type type;
   int64_t dims;
   std::array<int64_t, 3> sizes, strides;
@@ -28,7 +27,7 @@ struct TensorView {
   // first three sizes; no argument has so many, so the checks refuse it.
   template <class Tensor>
   static TensorView of(const Tensor& tensor, Type type) {
-    TensorView view{nullptr, type, tensor.dim(), {1, 1, 1}, {1, 1, 1}};
+    TensorView view{type, tensor.dim(), {1, 1, 1}, {1, 1, 1}};
     for (int64_t i = 0; i < view.dims && i < 3; ++i) {
       view.sizes[i] = tensor.size(i);
       view.strides[i] = tensor.stride(i);

@@ -15,8 +15,8 @@ import pytest
 import sgl_kernel  # noqa: F401  (registers torch.ops.sgl_kernel)
 import torch
 
-from kdtree_spec import oracle
 from kdtree_spec.tree import Tree, accept, build_tree, moves
+from trees import assert_equals_oracle, assert_walk_equals_oracle, built, drafts, random_case, random_draws, walked
 
 CASES = 10_000
 NONE = -math.inf
@@ -87,70 +87,19 @@ def test_heap_finds_the_best_paths(seed: int) -> None:
     assert tree.ranks == [(), *best[: width - 1]]
 
 
-def random_case(rng: np.random.Generator) -> dict[str, Any]:
-    """Drafted positions with ties, impossible tokens, single candidates, and budgets beyond what exists."""
-    positions, k = int(rng.integers(0, 16)), int(rng.choice([1, 2, 3, 8, 31]))
-    kind = rng.integers(4)
-    if kind == 0:  # many equal sums
-        log_probs = -rng.integers(0, 3, (positions, k)).astype(np.float32)
-    elif kind == 1:  # a drafter's: one token takes most
-        log_probs = np.log(rng.dirichlet(np.full(k, 0.1), positions).astype(np.float32).reshape(positions, k) + 1e-30)
-    else:
-        log_probs = -rng.exponential(2, (positions, k)).astype(np.float32)
-    log_probs = -np.sort(-log_probs, axis=1)
-    if rng.random() < 0.3:
-        log_probs[rng.random((positions, k)) < 0.2] = rng.choice([NONE, np.nan])
-    tokens = np.stack([rng.permutation(1000)[:k] for _ in range(positions)]) if positions else np.zeros((0, k), int)
-    return {
-        "log_probs": log_probs.astype(np.float32),
-        "token_ids": tokens,
-        "root": int(rng.integers(1000)),
-        "width": int(rng.choice([1, 2, 3, 8, 16, 17, 32, 33, 64, 200])),
-        "spine": bool(rng.integers(2)),
-        "min_log_prob": float(rng.choice([NONE, -1.0, -4.0])),
-    }
-
-
-def poisoned(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-    return torch.full(shape, -77, dtype=dtype)
-
-
 def build_with_op(case: dict[str, Any], batch: int = 1) -> dict[str, torch.Tensor]:
     """The op's outputs for `batch` copies of a case."""
-    width = case["width"]
-    out = {name: poisoned(batch, width, dtype=torch.int64) for name in ("tokens", "next_token", "next_sibling")}
-    out |= {name: poisoned(batch, width, dtype=torch.int32) for name in ("parents", "depths", "ranks")}
-    out["tree_mask"] = poisoned(batch * width, (width + 31) // 32, dtype=torch.int32)
-    out["counts"] = poisoned(batch, dtype=torch.int32)
-    log_probs, token_ids = (torch.from_numpy(case[name]) for name in ("log_probs", "token_ids"))
+    out = built(batch, case["width"])
     torch.ops.sgl_kernel.kdtree_build_tree(
-        log_probs.repeat(batch, 1, 1),
-        token_ids.repeat(batch, 1, 1),
-        torch.full((batch,), case["root"]),
-        case["spine"],
-        case["min_log_prob"],
-        **out,
+        **drafts(case, batch), **out, **{n: case[n] for n in ("spine", "min_log_prob")}
     )
     return out
 
 
-def assert_equals_oracle(case: dict[str, Any], got: dict[str, torch.Tensor], request: int = 0) -> Tree:
-    want = build_tree(**case)
-    width, count = case["width"], len(want)
-    padding = width - count
-    first, sibling = want.links()
-    assert got["counts"][request] == count
-    assert got["tokens"][request].tolist() == want.tokens + [0] * padding
-    assert got["parents"][request].tolist() == want.parents + [-1] * padding
-    assert got["depths"][request].tolist() == want.depths + [0] * padding
-    assert got["ranks"][request].tolist() == [r[-1] if r else 0 for r in want.ranks] + [0] * padding
-    assert got["next_token"][request].tolist() == first + [-1] * padding
-    assert got["next_sibling"][request].tolist() == sibling + [-1] * padding
-    mask = np.eye(width, dtype=bool)
-    mask[:count, :count] = want.mask()
-    rows = got["tree_mask"][request * width : (request + 1) * width]
-    assert (rows.numpy() == oracle.pack_tree_mask(mask)).all()
-    return want
+def accept_with_op(tree: dict[str, torch.Tensor], drawn: torch.Tensor, limit: int) -> dict[str, torch.Tensor]:
+    out = walked(len(drawn), limit)
+    torch.ops.sgl_kernel.kdtree_accept(tree["tokens"], tree["next_token"], tree["next_sibling"], drawn, **out)
+    return out
 
 
 def test_build_and_accept_equal_the_oracle_on_random_cases() -> None:
@@ -163,24 +112,9 @@ def test_build_and_accept_equal_the_oracle_on_random_cases() -> None:
             got = build_with_op(case)
             tree = assert_equals_oracle(case, got)
             nodes += len(tree)
-            # What the target draws: mostly a child of the node, where there is one.
-            drawn = np.zeros(case["width"], np.int64)
-            for node in range(len(tree)):
-                children = [tree.tokens[c] for c in tree.children(node)] or [0]
-                drawn[node] = rng.choice(children) if rng.random() < 0.8 else rng.integers(1000)
-            assert_walk_equals_oracle(tree, got, drawn)
+            drawn = random_draws(rng, tree, case["width"])
+            assert_walk_equals_oracle(tree, drawn, accept_with_op(got, drawn[None], max(tree.depths) + 2))
     assert nodes > 10 * CASES  # the cases are no trifles
-
-
-def assert_walk_equals_oracle(tree: Tree, got: dict[str, torch.Tensor], drawn: np.ndarray) -> None:
-    want, bonus_token = accept(tree, drawn)
-    limit = max(tree.depths) + 2
-    paths, counts = poisoned(1, limit, dtype=torch.int32), poisoned(1, dtype=torch.int32)
-    bonus = poisoned(1, dtype=torch.int64)
-    links = got["next_token"], got["next_sibling"]
-    torch.ops.sgl_kernel.kdtree_accept(got["tokens"], *links, torch.from_numpy(drawn)[None], paths, counts, bonus)
-    assert paths[0].tolist() == want + [-1] * (limit - len(want))
-    assert (counts.item(), bonus.item()) == (len(want), bonus_token)
 
 
 def test_batches_and_a_limit_of_the_walk() -> None:
@@ -192,11 +126,8 @@ def test_batches_and_a_limit_of_the_walk() -> None:
     for node in range(len(tree)):
         children = tree.children(node)
         drawn[1, node] = tree.tokens[children[0]] if children else 1234
-    paths, counts = poisoned(3, 2, dtype=torch.int32), poisoned(3, dtype=torch.int32)
-    bonus = poisoned(3, dtype=torch.int64)
-    links = got["next_token"], got["next_sibling"]
-    torch.ops.sgl_kernel.kdtree_accept(got["tokens"], *links, drawn, paths, counts, bonus)
-    assert paths[1].tolist() == [0, 1] and counts[1] == 2 and bonus[1] == drawn[1, 1]
+    walk = accept_with_op(got, drawn, limit=2)
+    assert walk["paths"][1].tolist() == [0, 1] and walk["counts"][1] == 2 and walk["bonus"][1] == drawn[1, 1]
 
 
 def test_bad_arguments_name_themselves() -> None:
@@ -208,10 +139,9 @@ def test_bad_arguments_name_themselves() -> None:
     with pytest.raises(RuntimeError, match="min_log_prob is NaN"):
         build_with_op(case | {"min_log_prob": math.nan})
     got = build_with_op(case)
-    links = got["next_token"] + 100, got["next_sibling"]
-    out = poisoned(1, 4, dtype=torch.int32), poisoned(1, dtype=torch.int32), poisoned(1, dtype=torch.int64)
+    got["next_token"] += 100
     with pytest.raises(IndexError, match="-1 to 7"):
-        torch.ops.sgl_kernel.kdtree_accept(got["tokens"], *links, got["tokens"], *out)
+        accept_with_op(got, got["tokens"], limit=4)
 
 
 def test_picture_in_the_readme_is_what_the_command_draws(tmp_path: Path) -> None:

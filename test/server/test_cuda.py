@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import random_mla
 import torch
 
+import random_mla
 from conftest import log_lines, outputs_of
 from prompts import held_out_prompts
 from server import TINY_MODEL, Server, request, running

@@ -1,36 +1,54 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CUDA kernel of kdtree_build_tree, run on the CPU by an emulator (emulator/emulator.h), against the oracle."""
+"""The CUDA kernels of draft trees, run on the CPU by an emulator (emulator/emulator.h), against the oracle."""
 
 from __future__ import annotations
 
 import ctypes
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from trees import assert_equals_oracle, assert_walk_equals_oracle, built, drafts, random_case, random_draws, walked
+
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
-sys.path.insert(0, str(HERE.parent / "kdtree"))
-from test_tree import assert_equals_oracle, random_case  # noqa: E402
-
-OUTPUTS = ("tokens", "parents", "depths", "ranks", "tree_mask", "next_token", "next_sibling", "counts")
-SIZES = ("batch", "positions", "top_k", "width", "words")
+BATCH = 2
 
 
-class Params(ctypes.Structure):
+def pointers(*names: str) -> list[tuple[str, type]]:
+    return [(name, ctypes.c_void_p) for name in names]
+
+
+def sizes(*names: str) -> list[tuple[str, type]]:
+    return [(name, ctypes.c_int32) for name in names]
+
+
+class BuildParams(ctypes.Structure):
     """BuildParams of tree_params.h."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("log_probs", "token_ids", "roots")),
+        *pointers("log_probs", "token_ids", "roots"),
         ("spine", ctypes.c_bool),
         ("min_log_prob", ctypes.c_double),
-        *((name, ctypes.c_void_p) for name in OUTPUTS),
-        *((name, ctypes.c_int32) for name in SIZES),
+        *pointers("tokens", "parents", "depths", "tree_mask", "next_token", "next_sibling", "counts"),
+        *sizes("batch", "positions", "top_k", "width", "words"),
     ]
+
+
+class AcceptParams(ctypes.Structure):
+    """AcceptParams of tree_params.h."""
+
+    _fields_ = [
+        *pointers("tokens", "next_token", "next_sibling", "drawn", "paths", "counts", "bonus"),
+        *sizes("batch", "width", "limit"),
+    ]
+
+
+def addresses(*groups: dict[str, torch.Tensor]) -> dict[str, int]:
+    return {name: tensor.data_ptr() for group in groups for name, tensor in group.items()}
 
 
 @pytest.fixture(scope="module")
@@ -42,30 +60,39 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
                     str(HERE / "emulator" / "emulate_tree.cpp"), "-o", str(path)], check=True)
     # fmt: on
     loaded = ctypes.CDLL(str(path))
-    loaded.run_build_tree.restype = ctypes.c_char_p
-    loaded.run_build_tree.argtypes = [ctypes.c_void_p, ctypes.c_uint64]
+    for function in (loaded.run_build_tree, loaded.run_accept):
+        function.restype = ctypes.c_char_p
+        function.argtypes = [ctypes.c_void_p, ctypes.c_uint64]
     return loaded
 
 
 @pytest.mark.parametrize("seed", [1, None])
-def test_equals_oracle_on_random_cases(library: ctypes.CDLL, seed: int | None) -> None:
+def test_kernels_equal_the_oracle_on_random_cases(library: ctypes.CDLL, seed: int | None) -> None:
     seed = int(np.random.default_rng().integers(2**31)) if seed is None else seed
     print(f"seed {seed}")
     rng = np.random.default_rng(seed)
     for i in range(300):
         case = random_case(rng)
-        width, batch = case["width"], 2
-        words = (width + 31) // 32
-        out = {n: torch.full((batch, width), -77) for n in ("tokens", "next_token", "next_sibling")}
-        out |= {n: torch.full((batch, width), -77, dtype=torch.int32) for n in ("parents", "depths", "ranks")}
-        out |= {n: torch.full(s, -77, dtype=torch.int32) for n, s in [("tree_mask", (batch * width, words))]}
-        out["counts"] = torch.full((batch,), -77, dtype=torch.int32)
-        log_probs, token_ids = (torch.from_numpy(case[n]).repeat(batch, 1, 1) for n in ("log_probs", "token_ids"))
-        roots = torch.full((batch,), case["root"])
-        inputs = {"log_probs": log_probs, "token_ids": token_ids, "roots": roots}
-        pointers = {name: tensor.data_ptr() for name, tensor in (inputs | out).items()}
-        sizes = dict(zip(SIZES, (batch, *log_probs.shape[1:], width, words), strict=True))
-        params = Params(**pointers, spine=case["spine"], min_log_prob=case["min_log_prob"], **sizes)
+        width = case["width"]
+        inputs, got = drafts(case, BATCH), built(BATCH, width)
+        positions, top_k = case["log_probs"].shape
+        params = BuildParams(
+            **addresses(inputs, got),
+            spine=case["spine"],
+            min_log_prob=case["min_log_prob"],
+            batch=BATCH,
+            positions=positions,
+            top_k=top_k,
+            width=width,
+            words=(width + 31) // 32,
+        )
         assert library.run_build_tree(ctypes.byref(params), i) is None
-        for request in range(batch):
-            assert_equals_oracle(case, out, request)
+        trees = [assert_equals_oracle(case, got, request) for request in range(BATCH)]
+        drawn = torch.stack([random_draws(rng, tree, width) for tree in trees])
+        limit = max(trees[0].depths) + 2
+        walk = walked(BATCH, limit)
+        links = {name: got[name] for name in ("tokens", "next_token", "next_sibling")}
+        params = AcceptParams(**addresses(links, {"drawn": drawn}, walk), batch=BATCH, width=width, limit=limit)
+        assert library.run_accept(ctypes.byref(params), i) is None
+        for request in range(BATCH):
+            assert_walk_equals_oracle(trees[request], drawn[request], walk, request)

@@ -30,14 +30,13 @@ void build_tree_meta(const Tensor& log_probs,
                      const Tensor& tokens,
                      const Tensor& parents,
                      const Tensor& depths,
-                     const Tensor& ranks,
                      const Tensor& tree_mask,
                      const Tensor& next_token,
                      const Tensor& next_sibling,
                      const Tensor& counts) {
   check_arguments(BuildArguments{view(log_probs), view(token_ids), view(roots), min_log_prob, view(tokens),
-                                 view(parents), view(depths), view(ranks), view(tree_mask), view(next_token),
-                                 view(next_sibling), view(counts)});
+                                 view(parents), view(depths), view(tree_mask), view(next_token), view(next_sibling),
+                                 view(counts)});
 }
 
 void build_tree_cuda(const Tensor& log_probs,
@@ -48,16 +47,14 @@ void build_tree_cuda(const Tensor& log_probs,
                      const Tensor& tokens,
                      const Tensor& parents,
                      const Tensor& depths,
-                     const Tensor& ranks,
                      const Tensor& tree_mask,
                      const Tensor& next_token,
                      const Tensor& next_sibling,
                      const Tensor& counts) {
-  build_tree_meta(log_probs, token_ids, roots, spine, min_log_prob, tokens, parents, depths, ranks, tree_mask,
-                  next_token, next_sibling, counts);
-  check_device(
-      "kdtree_build_tree", tokens,
-      {&log_probs, &token_ids, &roots, &parents, &depths, &ranks, &tree_mask, &next_token, &next_sibling, &counts});
+  build_tree_meta(log_probs, token_ids, roots, spine, min_log_prob, tokens, parents, depths, tree_mask, next_token,
+                  next_sibling, counts);
+  check_device("kdtree_build_tree", tokens,
+               {&log_probs, &token_ids, &roots, &parents, &depths, &tree_mask, &next_token, &next_sibling, &counts});
   if (roots.size(0) == 0) return;
   const torch::stable::accelerator::DeviceGuard guard(tokens.get_device_index());
   BuildParams params{};
@@ -69,7 +66,6 @@ void build_tree_cuda(const Tensor& log_probs,
   params.tokens = data<int64_t>(tokens);
   params.parents = data<int32_t>(parents);
   params.depths = data<int32_t>(depths);
-  params.ranks = data<int32_t>(ranks);
   params.tree_mask = data<uint32_t>(tree_mask);
   params.next_token = data<int64_t>(next_token);
   params.next_sibling = data<int64_t>(next_sibling);

@@ -20,14 +20,13 @@ void build_tree_meta(const at::Tensor& log_probs,
                      at::Tensor tokens,
                      at::Tensor parents,
                      at::Tensor depths,
-                     at::Tensor ranks,
                      at::Tensor tree_mask,
                      at::Tensor next_token,
                      at::Tensor next_sibling,
                      at::Tensor counts) {
   check_arguments(BuildArguments{view(log_probs), view(token_ids), view(roots), min_log_prob, view(tokens),
-                                 view(parents), view(depths), view(ranks), view(tree_mask), view(next_token),
-                                 view(next_sibling), view(counts)});
+                                 view(parents), view(depths), view(tree_mask), view(next_token), view(next_sibling),
+                                 view(counts)});
 }
 
 void build_tree_cpu(const at::Tensor& log_probs,
@@ -38,17 +37,17 @@ void build_tree_cpu(const at::Tensor& log_probs,
                     at::Tensor tokens,
                     at::Tensor parents,
                     at::Tensor depths,
-                    at::Tensor ranks,
                     at::Tensor tree_mask,
                     at::Tensor next_token,
                     at::Tensor next_sibling,
                     at::Tensor counts) {
-  build_tree_meta(log_probs, token_ids, roots, spine, min_log_prob, tokens, parents, depths, ranks, tree_mask,
-                  next_token, next_sibling, counts);
+  build_tree_meta(log_probs, token_ids, roots, spine, min_log_prob, tokens, parents, depths, tree_mask, next_token,
+                  next_sibling, counts);
   const int64_t width = tokens.size(1);
   const int64_t words = tree_mask.size(1);
   const int64_t drafted = log_probs.size(1) * log_probs.size(2);
   at::parallel_for(0, roots.size(0), 4, [&](int64_t begin, int64_t end) {
+    std::vector<int32_t> ranks(width);
     for (int64_t b = begin; b < end; ++b) {
       const Drafted draft{static_cast<int>(log_probs.size(1)), static_cast<int>(log_probs.size(2)),
                           log_probs.const_data_ptr<float>() + b * drafted,
@@ -58,7 +57,7 @@ void build_tree_cpu(const at::Tensor& log_probs,
                       tokens.mutable_data_ptr<int64_t>() + b * width,
                       parents.mutable_data_ptr<int32_t>() + b * width,
                       depths.mutable_data_ptr<int32_t>() + b * width,
-                      ranks.mutable_data_ptr<int32_t>() + b * width,
+                      ranks.data(),
                       reinterpret_cast<uint32_t*>(tree_mask.mutable_data_ptr<int32_t>()) + b * width * words,
                       next_token.mutable_data_ptr<int64_t>() + b * width,
                       next_sibling.mutable_data_ptr<int64_t>() + b * width};

@@ -110,7 +110,6 @@ build_tree_kernel(const BuildParams p) {
     p.tokens[first + i] = tree.tokens[i];
     p.parents[first + i] = tree.parents[i];
     p.depths[first + i] = tree.depths[i];
-    p.ranks[first + i] = tree.ranks[i];
     p.next_token[first + i] = tree.next_token[i];
     p.next_sibling[first + i] = tree.next_sibling[i];
   }

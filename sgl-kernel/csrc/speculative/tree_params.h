@@ -15,7 +15,6 @@ struct BuildParams {
   int64_t* tokens;
   int32_t* parents;
   int32_t* depths;
-  int32_t* ranks;
   uint32_t* tree_mask;
   int64_t* next_token;
   int64_t* next_sibling;

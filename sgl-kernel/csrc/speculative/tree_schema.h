@@ -11,7 +11,6 @@
 //   tokens        [batch, width]                   int64, written; width, 1 to 256, is the budget, root included
 //   parents       [batch, width]                   int32, written; -1 of the root and of padding
 //   depths        [batch, width]                   int32, written; 0 of padding
-//   ranks         [batch, width]                   int32, written; of a node among its position's tokens
 //   tree_mask     [batch * width, ceil(width/32)]  int32, written: as kdtree_mla_verify takes it
 //   next_token    [batch, width]                   int64, written; a node's first child, or -1
 //   next_sibling  [batch, width]                   int64, written; its parent's next child, or -1
@@ -39,8 +38,8 @@ constexpr int64_t kMaxTreeWidth = 256;
 
 constexpr const char* kBuildTreeSchema =
     "kdtree_build_tree(Tensor log_probs, Tensor token_ids, Tensor roots, bool spine, float min_log_prob, "
-    "Tensor(a!) tokens, Tensor(b!) parents, Tensor(c!) depths, Tensor(d!) ranks, Tensor(e!) tree_mask, "
-    "Tensor(f!) next_token, Tensor(g!) next_sibling, Tensor(h!) counts) -> ()";
+    "Tensor(a!) tokens, Tensor(b!) parents, Tensor(c!) depths, Tensor(d!) tree_mask, Tensor(e!) next_token, "
+    "Tensor(f!) next_sibling, Tensor(g!) counts) -> ()";
 
 constexpr const char* kAcceptSchema =
     "kdtree_accept(Tensor tokens, Tensor next_token, Tensor next_sibling, Tensor drawn, Tensor(a!) paths, "
@@ -49,7 +48,7 @@ constexpr const char* kAcceptSchema =
 struct BuildArguments {
   TensorView log_probs, token_ids, roots;
   double min_log_prob;
-  TensorView tokens, parents, depths, ranks, tree_mask, next_token, next_sibling, counts;
+  TensorView tokens, parents, depths, tree_mask, next_token, next_sibling, counts;
 
   int64_t batch() const { return roots.sizes[0]; }
   int64_t width() const { return tokens.sizes[1]; }
@@ -97,7 +96,6 @@ inline void check_arguments(const BuildArguments& a) {
   check_shape_of(op, "tokens", a.tokens, Type::int64, {batch, width});
   check_shape_of(op, "parents", a.parents, Type::int32, {batch, width});
   check_shape_of(op, "depths", a.depths, Type::int32, {batch, width});
-  check_shape_of(op, "ranks", a.ranks, Type::int32, {batch, width});
   check_shape_of(op, "tree_mask", a.tree_mask, Type::int32, {batch * width, a.words()});
   check_shape_of(op, "next_token", a.next_token, Type::int64, {batch, width});
   check_shape_of(op, "next_sibling", a.next_sibling, Type::int64, {batch, width});

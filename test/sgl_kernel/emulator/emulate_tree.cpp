@@ -30,4 +30,9 @@ const char* run_build_tree(const kdtree::BuildParams* params, uint64_t seed) {
   const int bytes = kdtree::TreeStorage(params->width, params->words).bytes;
   return run(params->batch, bytes, seed, [&] { kdtree::build_tree_kernel(*params); });
 }
+
+const char* run_accept(const kdtree::AcceptParams* params, uint64_t seed) {
+  const int blocks = (params->batch + kdtree::kTreeThreads - 1) / kdtree::kTreeThreads;
+  return run(blocks, 0, seed, [&] { kdtree::accept_kernel(*params); });
+}
 }
