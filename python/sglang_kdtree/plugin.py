@@ -17,8 +17,10 @@ from sglang_kdtree import vendored
 if TYPE_CHECKING:
     from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
     from sglang.srt.model_executor.model_runner import ModelRunner
+    from sglang.srt.server_args import ServerArgs
 
 BACKEND = "kdtree_mla"
+ALGORITHM = "DDTREE"
 CUDA_LIBRARY = "kdtree_cuda.so"
 
 
@@ -70,8 +72,28 @@ def create_backend(runner: ModelRunner) -> AttentionBackend:
     return KDTreeMLABackend(runner)
 
 
+def register_algorithm() -> None:
+    """Register DDTREE, and the attention of its drafter on the CPU."""
+    from sglang.srt.layers.attention.attention_registry import register_attention_backend
+    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+    from sglang.srt.speculative.spec_registry import get_spec
+
+    from sglang_kdtree.speculative import cpu_attention
+    from sglang_kdtree.speculative.algorithm import DDTreeAlgorithm
+
+    register_attention_backend(cpu_attention.NAME)(cpu_attention.create_backend)
+    if get_spec(ALGORITHM) is not None:  # a process loads its plugins more than once
+        return
+
+    @SpeculativeAlgorithm.register(ALGORITHM, supports_overlap=True, spec_class=DDTreeAlgorithm)
+    def create_worker(server_args: ServerArgs) -> type:
+        from sglang_kdtree.speculative.worker import DDTreeWorker
+
+        return DDTreeWorker
+
+
 def register() -> None:
-    """Entry point `kdtree`: register the attention backend with SGLang."""
+    """Entry point `kdtree`: register the attention backend and the speculative algorithm with SGLang."""
     try:
         vendored.check()
         load_kernels()
@@ -84,3 +106,4 @@ def register() -> None:
 
     add_attention_backend_choices([BACKEND])
     register_attention_backend(BACKEND)(create_backend)
+    register_algorithm()

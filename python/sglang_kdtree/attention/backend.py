@@ -66,9 +66,12 @@ class StepMetadata:
 
 
 def has_tree(spec: Any) -> bool:
-    """Whether a verify input has a mask that says more than a chain (topk 1) does; NGRAM's irregular trees say -1."""
+    """Whether a verify input has a mask that says more than a chain (topk 1) does; irregular trees say -1."""
+    if getattr(spec, "packed_mask", None) is not None:
+        return True
     mask = getattr(spec, "custom_mask", None)
-    return mask is not None and mask.numel() > 0 and getattr(spec, "tree_topk", None) != 1
+    topk = getattr(spec, "tree_topk", getattr(spec, "topk", None))
+    return mask is not None and mask.numel() > 0 and topk != 1
 
 
 class KDTreeMLABackend(AttentionBackend):
@@ -87,6 +90,8 @@ class KDTreeMLABackend(AttentionBackend):
         self._verify_mask = self._make_verify_mask(runner)
         self._graph_mask: torch.Tensor | None = None  # [max_bs * width, words] int32
         self._runner = runner
+        # What upstream captures a DFlash family's graphs with is a chain, whatever is verified in them later.
+        self._verifies_trees = not runner.is_draft_worker and getattr(runner.spec_algorithm, "verifies_trees", False)
         self._on_cuda = torch.device(runner.device).type == "cuda"
         self._workspaces: dict[int, torch.Tensor | None] = {}
         self._heads = runner.model_config.num_attention_heads // get_parallel().attn_tp_size
@@ -191,7 +196,8 @@ class KDTreeMLABackend(AttentionBackend):
         elif mode.is_target_verify():
             spec = forward_batch.spec_info
             rows = len(forward_batch.req_pool_indices) * spec.draft_token_num
-            call = self._verify_call(forward_batch, self._graph_mask[:rows] if has_tree(spec) else None)
+            tree = self._verifies_trees or has_tree(spec)
+            call = self._verify_call(forward_batch, self._graph_mask[:rows] if tree else None)
         elif mode.is_draft_extend_v2():
             call = self._draft_extend_call(forward_batch)
         else:
@@ -215,6 +221,9 @@ class KDTreeMLABackend(AttentionBackend):
         spec = forward_batch.spec_info
         if not has_tree(spec):
             return None
+        packed = getattr(spec, "packed_mask", None)
+        if packed is not None:
+            return packed
         width: int = spec.draft_token_num
         mask, prefix_lens = spec.custom_mask, forward_batch.seq_lens
         if spec.draft_token is not None:
