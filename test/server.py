@@ -25,6 +25,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY_MODEL = ROOT / "test" / "models" / "tiny-mla"
+TINY_DRAFTER = ROOT / "test" / "models" / "tiny-mla-dflash"
 LAUNCH = ("-m", "sglang.launch_server")
 
 

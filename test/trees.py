@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from kdtree_spec import oracle
-from kdtree_spec.tree import Tree, accept, build_tree
+from kdtree_spec.tree import Tree, accept, build_tree, moves, top_k
 
 
 def random_case(rng: np.random.Generator) -> dict[str, Any]:
@@ -101,3 +101,70 @@ def assert_walk_equals_oracle(tree: Tree, drawn: torch.Tensor, got: dict[str, to
     limit = got["paths"].shape[1]
     assert got["paths"][request].tolist() == path + [-1] * (limit - len(path))
     assert (got["counts"][request], got["bonus"][request]) == (len(path), bonus)
+
+
+def random_logits(rng: np.random.Generator, vocabularies: list[int]) -> tuple[torch.Tensor, int]:
+    """Rows of logits, of any of the types, with ties, impossible tokens and rows in the worst order; and a top_k."""
+    rows, vocabulary = int(rng.integers(1, 4)), int(rng.choice(vocabularies))
+    kind = rng.integers(4)
+    if kind == 0:  # many ties
+        logits = rng.integers(-3, 4, (rows, vocabulary)).astype(np.float32)
+    elif kind == 1:  # ascending: every tile is better than the ones before
+        logits = np.sort(rng.normal(0, 5, (rows, vocabulary)).astype(np.float32))
+    else:
+        logits = rng.normal(0, 5, (rows, vocabulary)).astype(np.float32)
+    if rng.random() < 0.5:
+        logits[rng.random(logits.shape) < 0.3] = rng.choice([-math.inf, np.nan, 0.0, -0.0])
+    if rng.random() < 0.1:
+        logits[0] = -math.inf
+    dtype = [torch.float32, torch.bfloat16, torch.float16][rng.integers(3)]
+    return torch.from_numpy(logits).to(dtype), int(rng.choice([k for k in (1, 2, 7, 31, 256) if k <= vocabulary]))
+
+
+def best_tokens(rows: int, k: int) -> dict[str, torch.Tensor]:
+    """What kdtree_top_k writes, poisoned."""
+    return {
+        "log_probs": poisoned(rows, k, dtype=torch.float32),
+        "token_ids": poisoned(rows, k, dtype=torch.int64),
+        "normalisers": poisoned(rows, dtype=torch.float32),
+    }
+
+
+def assert_top_k_equals_oracle(logits: torch.Tensor, first_id: int, got: dict[str, torch.Tensor]) -> None:
+    for row, given in enumerate(logits.float().cpu().numpy()):
+        ids, log_probs, normaliser = top_k(given, got["token_ids"].shape[1])
+        assert (got["token_ids"][row].cpu().numpy() == first_id + ids).all()
+        np.testing.assert_allclose(got["log_probs"][row].cpu().numpy(), log_probs, rtol=2e-6, atol=2e-5)
+        np.testing.assert_allclose(got["normalisers"][row].cpu().numpy(), normaliser, rtol=2e-6, atol=2e-5)
+
+
+def random_move(rng: np.random.Generator, row_bytes: int) -> dict[str, Any]:
+    """Caches of some layers, slots of some requests, and accepted paths."""
+    layers, batch, width = int(rng.integers(1, 4)), int(rng.integers(1, 5)), int(rng.choice([1, 2, 8, 17, 40]))
+    slots = batch * width + 5
+    limit = int(rng.integers(1, width + 1))
+    counts = rng.integers(1, limit + 1, batch)
+    paths = np.full((batch, limit), -1)
+    for b, count in enumerate(counts):
+        paths[b, :count] = [0, *sorted(rng.permutation(np.arange(1, width))[: count - 1])]
+    return {
+        "caches": torch.from_numpy(rng.integers(0, 256, (layers, slots, row_bytes)).astype(np.uint8)),
+        "slots": torch.from_numpy(rng.permutation(slots)[: batch * width].reshape(batch, width)),
+        "paths": torch.from_numpy(paths.astype(np.int32)),
+        "counts": torch.from_numpy(counts.astype(np.int32)),
+    }
+
+
+def moved(case: dict[str, Any]) -> torch.Tensor:
+    """The caches as kdtree_move_rows must leave them, by the oracle's plan."""
+    before = case["caches"]
+    after = before.clone()
+    for slots, path, count in zip(case["slots"], case["paths"], case["counts"], strict=True):
+        for node, place in moves(path[:count].tolist()):
+            after[:, slots[place]] = before[:, slots[node]]
+    return after
+
+
+def cache_addresses(caches: torch.Tensor) -> torch.Tensor:
+    """[layers] int64, where they are."""
+    return torch.tensor([layer.data_ptr() for layer in caches], device=caches.device)

@@ -127,3 +127,16 @@ def moves(path: list[int]) -> list[tuple[int, int]]:
     """How the accepted nodes' KV rows come to stand behind the prefix, in order: (from, to) by node, without rows that
     stay. All are read before any is written."""
     return [(node, place) for place, node in enumerate(path) if node != place]
+
+
+def top_k(logits: Any, k: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64], float]:
+    """The k likeliest tokens of a row of logits [vocabulary], likeliest first, of equals the smaller id first; their
+    log-probabilities; and the logarithm of the sum of exponentials of the row. NaN counts as -inf."""
+    row = np.asarray(logits, np.float64)
+    row = np.where(np.isnan(row), -np.inf, row)
+    ids = np.lexsort((np.arange(len(row)), -row))[:k]
+    largest = row.max()
+    if largest == -np.inf:
+        return ids, row[ids], -math.inf
+    normaliser = float(largest + np.log(np.exp(row - largest).sum()))
+    return ids, row[ids] - normaliser, normaliser

@@ -16,7 +16,21 @@ import sgl_kernel  # noqa: F401  (registers torch.ops.sgl_kernel)
 import torch
 
 from kdtree_spec.tree import Tree, accept, build_tree, moves
-from trees import assert_equals_oracle, assert_walk_equals_oracle, built, drafts, random_case, random_draws, walked
+from trees import (
+    assert_equals_oracle,
+    assert_top_k_equals_oracle,
+    assert_walk_equals_oracle,
+    best_tokens,
+    built,
+    cache_addresses,
+    drafts,
+    moved,
+    random_case,
+    random_draws,
+    random_logits,
+    random_move,
+    walked,
+)
 
 CASES = 10_000
 NONE = -math.inf
@@ -128,6 +142,44 @@ def test_batches_and_a_limit_of_the_walk() -> None:
         drawn[1, node] = tree.tokens[children[0]] if children else 1234
     walk = accept_with_op(got, drawn, limit=2)
     assert walk["paths"][1].tolist() == [0, 1] and walk["counts"][1] == 2 and walk["bonus"][1] == drawn[1, 1]
+
+
+def test_top_k_equals_the_oracle() -> None:
+    seed = int(np.random.default_rng().integers(2**31))
+    print(f"seed {seed}")
+    for rng in (np.random.default_rng(1), np.random.default_rng(seed)):
+        for _ in range(100):
+            logits, k = random_logits(rng, [1, 2, 50, 2048, 5000])
+            out = best_tokens(len(logits), k)
+            torch.ops.sgl_kernel.kdtree_top_k(logits, 4000, **out)
+            assert_top_k_equals_oracle(logits, 4000, out)
+
+
+def test_accepted_rows_move_to_the_front() -> None:
+    seed = int(np.random.default_rng().integers(2**31))
+    print(f"seed {seed}")
+    for rng in (np.random.default_rng(1), np.random.default_rng(seed)):
+        for _ in range(100):
+            case = random_move(rng, 48)
+            want = moved(case)
+            torch.ops.sgl_kernel.kdtree_move_rows(
+                cache_addresses(case["caches"]), 48, case["slots"], case["paths"], case["counts"]
+            )
+            assert torch.equal(case["caches"], want)
+
+
+def test_bad_arguments_of_top_k_and_move_rows_name_themselves() -> None:
+    logits = torch.zeros(2, 10)
+    with pytest.raises(RuntimeError, match=r"log_probs must be \[2, 1 to 10\], is float32 \[2, 11\]"):
+        torch.ops.sgl_kernel.kdtree_top_k(logits, 0, **best_tokens(2, 11))
+    with pytest.raises(RuntimeError, match="logits must be contiguous float32, bfloat16 or float16"):
+        torch.ops.sgl_kernel.kdtree_top_k(logits.double(), 0, **best_tokens(2, 3))
+    case = random_move(np.random.default_rng(0), 48)
+    addresses = cache_addresses(case["caches"])
+    with pytest.raises(RuntimeError, match="row_bytes must be a multiple of 16, is 40"):
+        torch.ops.sgl_kernel.kdtree_move_rows(addresses, 40, case["slots"], case["paths"], case["counts"])
+    with pytest.raises(RuntimeError, match="counts must be contiguous int32"):
+        torch.ops.sgl_kernel.kdtree_move_rows(addresses, 48, case["slots"], case["paths"], case["counts"].long())
 
 
 def test_bad_arguments_name_themselves() -> None:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -10,7 +11,7 @@ import torch
 
 from prompts import held_out_prompts
 from reference import ReferenceModel
-from server import TINY_MODEL, Server
+from server import TINY_MODEL, Server, request
 
 # Small, so that long prompts come in chunks and requests share the pool.
 SMALL = ("--max-total-tokens", "24000", "--context-length", "2048", "--chunked-prefill-size", "256")
@@ -61,3 +62,15 @@ def assert_greedy(reference: ReferenceModel, prompt: list[int], output: list[int
 
 def log_lines(log: Path, word: str) -> list[str]:
     return [line for line in log.read_text(errors="replace").splitlines() if word in line]
+
+
+def assert_idle(server: Server) -> None:
+    """No request runs or waits, no KV slot is in use, and none is lost: what is not free is evictable."""
+    deadline = time.monotonic() + 20
+    while True:
+        load = request(f"{server.url}/v1/loads")["loads"][0]
+        state = {k: load[k] for k in ("num_running_reqs", "num_waiting_reqs", "num_used_tokens", "token_usage")}
+        if not any(state.values()) or time.monotonic() > deadline:
+            break
+        time.sleep(0.1)
+    assert not any(state.values()), state

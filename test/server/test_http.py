@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from openai import BadRequestError, OpenAI
 
-from conftest import assert_greedy
+from conftest import assert_greedy, assert_idle
 from prompts import held_out_tokens, tokenizer
 from reference import ReferenceModel
 from server import Server, request
@@ -32,18 +32,6 @@ def client(plain: Server) -> OpenAI:
 def nothing_is_left_in_use(plain: Server) -> Iterator[None]:
     yield
     assert_idle(plain)
-
-
-def assert_idle(server: Server) -> None:
-    """No request runs or waits, no KV slot is in use, and none is lost: what is not free is evictable."""
-    deadline = time.monotonic() + 20
-    while True:
-        load = request(f"{server.url}/v1/loads")["loads"][0]
-        state = {k: load[k] for k in ("num_running_reqs", "num_waiting_reqs", "num_used_tokens", "token_usage")}
-        if not any(state.values()) or time.monotonic() > deadline:
-            break
-        time.sleep(0.1)
-    assert not any(state.values()), state
 
 
 def test_generate(plain: Server, reference: ReferenceModel) -> None:

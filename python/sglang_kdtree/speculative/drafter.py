@@ -47,20 +47,30 @@ class Head:
     def __call__(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """hidden: [batch, positions, hidden]. Returns log_probs [batch, positions, top_k] fp32, of the whole
         vocabulary's softmax, likeliest first, and token_ids [batch, positions, top_k] int64."""
-        logits = torch.matmul(hidden.to(self._weight.dtype), self._weight.T).float()
+        rows = hidden.reshape(-1, hidden.shape[-1])
+        logits = torch.matmul(rows.to(self._weight.dtype), self._weight.T)
         if self._scale != 1.0:
             logits *= self._scale
         if self._softcap is not None:
             logits = self._softcap * torch.tanh(logits / self._softcap)
-        normaliser = torch.logsumexp(logits, -1, keepdim=True)
-        values, ids = torch.topk(logits, min(self._top_k, logits.shape[-1]), -1)
-        ids = ids + self._first_id
+        log_probs, ids = self._top_k_of(logits)
+        shape = (*hidden.shape[:-1], -1)
+        return log_probs.view(shape), ids.view(shape)
+
+    def _top_k_of(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """logits: [rows, this rank's tokens]. Returns log_probs and token ids [rows, top_k] of the whole vocabulary."""
+        rows, device = len(logits), logits.device
+        count = min(self._top_k, logits.shape[1])
+        log_probs = torch.empty(rows, count, dtype=torch.float32, device=device)
+        ids = torch.empty(rows, count, dtype=torch.int64, device=device)
+        normalisers = torch.empty(rows, dtype=torch.float32, device=device)
+        torch.ops.sgl_kernel.kdtree_top_k(logits, self._first_id, log_probs, ids, normalisers)
         group = get_parallel().tp_group
         if group.world_size == 1:
-            return values - normaliser, ids
-        values = tensor_model_parallel_all_gather(values.contiguous(), dim=-1)
-        ids = tensor_model_parallel_all_gather(ids.contiguous(), dim=-1)
-        normaliser = torch.logsumexp(tensor_model_parallel_all_gather(normaliser, dim=-1), -1, keepdim=True)
+            return log_probs, ids
+        values = tensor_model_parallel_all_gather(log_probs + normalisers[:, None], dim=-1)
+        ids = tensor_model_parallel_all_gather(ids, dim=-1)
+        normaliser = torch.logsumexp(tensor_model_parallel_all_gather(normalisers[:, None], dim=-1), -1, keepdim=True)
         values, chosen = torch.topk(values, self._top_k, -1)
         log_probs, ids = (values - normaliser).contiguous(), ids.gather(-1, chosen).contiguous()
         group.broadcast(log_probs, src=0)

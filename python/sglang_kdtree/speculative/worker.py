@@ -7,6 +7,8 @@ Everything of a round stays on the device and has shapes that depend on the batc
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -90,8 +92,6 @@ class DDTreeWorker(BaseSpecWorker):
         )
 
     def _draft_scope(self) -> Any:
-        import contextlib
-
         scope = contextlib.ExitStack()
         scope.enter_context(draft_pp_context())
         scope.enter_context(draft_tp_context(self.draft_parallel_layout))
@@ -236,6 +236,14 @@ class DDTreeWorker(BaseSpecWorker):
         batch.forward_mode = ForwardMode.DECODE
         return result
 
+    @functools.cached_property
+    def _caches(self) -> tuple[torch.Tensor, int]:
+        """Where the target's layers have their caches, [layers] int64, and the bytes of a slot's row in one."""
+        pool = self._target.token_to_kv_pool
+        layers = [pool.get_key_buffer(pool.start_layer + i) for i in range(pool.layer_num)]
+        addresses = torch.tensor([layer.data_ptr() for layer in layers], device=self.device)
+        return addresses, layers[0].stride(0) * layers[0].element_size()
+
     def _commit(
         self,
         output: Any,
@@ -246,12 +254,11 @@ class DDTreeWorker(BaseSpecWorker):
     ) -> None:
         """Move the accepted path's cache rows to the front of each request's slots, and give the drafter its hidden
         states. paths: [batch, block] int32; slots: [batch, width] int64."""
+        caches, row_bytes = self._caches
+        torch.ops.sgl_kernel.kdtree_move_rows(caches, row_bytes, slots, paths, counts)
         nodes = paths.clamp(min=0).long()
         places = torch.arange(self.block, device=self.device)
-        kept = places < counts[:, None]
-        to = torch.where(kept, slots[:, : self.block], 0)
-        taken_from = torch.where(kept, slots.gather(1, nodes), 0)
-        self.token_to_kv_pool_allocator.get_kvcache().move_kv_cache(to.flatten(), taken_from.flatten())
+        to = torch.where(places < counts[:, None], slots[:, : self.block], 0)
         features = output.hidden_states.view(len(slots), self.width, -1)
         chosen = features.gather(1, nodes[..., None].expand(-1, -1, features.shape[-1]))
         self._drafter.remember(chosen.flatten(0, 1), to.flatten(), (prefix_lens[:, None] + places).flatten())

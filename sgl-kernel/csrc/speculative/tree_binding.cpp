@@ -113,21 +113,82 @@ void accept_cuda(const Tensor& tokens,
   launch_accept(params, current_stream(tokens.get_device_index()));
 }
 
+void top_k_meta(const Tensor& logits,
+                int64_t /*first_id*/,
+                const Tensor& log_probs,
+                const Tensor& token_ids,
+                const Tensor& normalisers) {
+  check_arguments(TopKArguments{view(logits), view(log_probs), view(token_ids), view(normalisers)});
+}
+
+void top_k_cuda(const Tensor& logits,
+                int64_t first_id,
+                const Tensor& log_probs,
+                const Tensor& token_ids,
+                const Tensor& normalisers) {
+  top_k_meta(logits, first_id, log_probs, token_ids, normalisers);
+  check_device("kdtree_top_k", logits, {&log_probs, &token_ids, &normalisers});
+  if (logits.size(0) == 0) return;
+  const torch::stable::accelerator::DeviceGuard guard(logits.get_device_index());
+  const TopKParams params{data_pointer(logits),
+                          first_id,
+                          data<float>(log_probs),
+                          data<int64_t>(token_ids),
+                          data<float>(normalisers),
+                          static_cast<int32_t>(logits.size(0)),
+                          static_cast<int32_t>(logits.size(1)),
+                          static_cast<int32_t>(log_probs.size(1))};
+  const Type type = view(logits).type;
+  const LogitType logit_type = type == Type::fp32   ? LogitType::fp32
+                               : type == Type::bf16 ? LogitType::bf16
+                                                    : LogitType::fp16;
+  launch_top_k(logit_type, params, current_stream(logits.get_device_index()));
+}
+
+void move_rows_meta(
+    const Tensor& caches, int64_t row_bytes, const Tensor& slots, const Tensor& paths, const Tensor& counts) {
+  check_arguments(MoveArguments{view(caches), row_bytes, view(slots), view(paths), view(counts)});
+}
+
+void move_rows_cuda(
+    const Tensor& caches, int64_t row_bytes, const Tensor& slots, const Tensor& paths, const Tensor& counts) {
+  move_rows_meta(caches, row_bytes, slots, paths, counts);
+  check_device("kdtree_move_rows", slots, {&caches, &paths, &counts});
+  if (slots.size(0) == 0 || caches.size(0) == 0) return;
+  const torch::stable::accelerator::DeviceGuard guard(slots.get_device_index());
+  const MoveParams params{data<const int64_t>(caches),
+                          data<const int64_t>(slots),
+                          data<const int32_t>(paths),
+                          data<const int32_t>(counts),
+                          static_cast<int32_t>(caches.size(0)),
+                          static_cast<int32_t>(slots.size(0)),
+                          static_cast<int32_t>(slots.size(1)),
+                          static_cast<int32_t>(paths.size(1)),
+                          static_cast<int32_t>(row_bytes)};
+  launch_move_rows(params, current_stream(slots.get_device_index()));
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(sgl_kernel, m) {
   m.def(kBuildTreeSchema);
   m.def(kAcceptSchema);
+  m.def(kTopKSchema);
+  m.def(kMoveRowsSchema);
 }
 
 STABLE_TORCH_LIBRARY_IMPL(sgl_kernel, CUDA, m) {
   m.impl("kdtree_build_tree", TORCH_BOX(&build_tree_cuda));
   m.impl("kdtree_accept", TORCH_BOX(&accept_cuda));
+  m.impl("kdtree_top_k", TORCH_BOX(&top_k_cuda));
+  m.impl("kdtree_move_rows", TORCH_BOX(&move_rows_cuda));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(sgl_kernel, Meta, m) {
   m.impl("kdtree_build_tree", TORCH_BOX(&build_tree_meta));
   m.impl("kdtree_accept", TORCH_BOX(&accept_meta));
+  m.impl("kdtree_top_k", TORCH_BOX(&top_k_meta));
+  m.impl("kdtree_move_rows", TORCH_BOX(&move_rows_meta));
 }
 
 }  // namespace kdtree

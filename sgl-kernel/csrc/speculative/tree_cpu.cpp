@@ -6,6 +6,12 @@
 #include <kdtree/build.h>
 #include <torch/library.h>
 
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <numeric>
+#include <vector>
+
 #include "../cpu/view.h"
 #include "tree_schema.h"
 
@@ -105,22 +111,88 @@ void accept_cpu(const at::Tensor& tokens,
   }
 }
 
+void top_k_meta(
+    const at::Tensor& logits, int64_t /*first_id*/, at::Tensor log_probs, at::Tensor token_ids, at::Tensor normalisers) {
+  check_arguments(TopKArguments{view(logits), view(log_probs), view(token_ids), view(normalisers)});
+}
+
+void top_k_cpu(
+    const at::Tensor& logits, int64_t first_id, at::Tensor log_probs, at::Tensor token_ids, at::Tensor normalisers) {
+  top_k_meta(logits, first_id, log_probs, token_ids, normalisers);
+  const at::Tensor in_fp32 = logits.to(at::kFloat);
+  const int64_t vocabulary = logits.size(1), top_k = log_probs.size(1);
+  at::parallel_for(0, logits.size(0), 1, [&](int64_t begin, int64_t end) {
+    std::vector<float> row(vocabulary);
+    std::vector<int32_t> order(vocabulary);
+    for (int64_t r = begin; r < end; ++r) {
+      const float* given = in_fp32.const_data_ptr<float>() + r * vocabulary;
+      for (int64_t i = 0; i < vocabulary; ++i) row[i] = std::isnan(given[i]) ? -HUGE_VALF : given[i];
+      std::iota(order.begin(), order.end(), 0);
+      std::partial_sort(order.begin(), order.begin() + top_k, order.end(),
+                        [&](int32_t a, int32_t b) { return row[a] != row[b] ? row[a] > row[b] : a < b; });
+      const float largest = row[order[0]];
+      double sum = 0;
+      for (const float logit : row) sum += std::exp(static_cast<double>(logit) - largest);
+      const float normaliser = largest > -HUGE_VALF ? static_cast<float>(largest + std::log(sum)) : -HUGE_VALF;
+      normalisers.mutable_data_ptr<float>()[r] = normaliser;
+      for (int64_t i = 0; i < top_k; ++i) {
+        const float logit = row[order[i]];
+        log_probs.mutable_data_ptr<float>()[r * top_k + i] = logit > -HUGE_VALF ? logit - normaliser : -HUGE_VALF;
+        token_ids.mutable_data_ptr<int64_t>()[r * top_k + i] = first_id + order[i];
+      }
+    }
+  });
+}
+
+void move_rows_meta(const at::Tensor& caches,
+                    int64_t row_bytes,
+                    const at::Tensor& slots,
+                    const at::Tensor& paths,
+                    const at::Tensor& counts) {
+  check_arguments(MoveArguments{view(caches), row_bytes, view(slots), view(paths), view(counts)});
+}
+
+void move_rows_cpu(const at::Tensor& caches,
+                   int64_t row_bytes,
+                   const at::Tensor& slots,
+                   const at::Tensor& paths,
+                   const at::Tensor& counts) {
+  move_rows_meta(caches, row_bytes, slots, paths, counts);
+  const int64_t width = slots.size(1), limit = paths.size(1);
+  for (int64_t layer = 0; layer < caches.size(0); ++layer) {
+    char* cache = reinterpret_cast<char*>(caches.const_data_ptr<int64_t>()[layer]);
+    for (int64_t b = 0; b < slots.size(0); ++b) {
+      const int64_t* slot = slots.const_data_ptr<int64_t>() + b * width;
+      const int32_t* path = paths.const_data_ptr<int32_t>() + b * limit;
+      for (int32_t i = 0; i < counts.const_data_ptr<int32_t>()[b]; ++i) {
+        if (path[i] != i) std::memcpy(cache + slot[i] * row_bytes, cache + slot[path[i]] * row_bytes, row_bytes);
+      }
+    }
+  }
+}
+
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(sgl_kernel, m) {
   m.def(kBuildTreeSchema);
   m.def(kAcceptSchema);
+  m.def(kTopKSchema);
+  m.def(kMoveRowsSchema);
 }
 
 TORCH_LIBRARY_IMPL(sgl_kernel, CPU, m) {
   m.impl("kdtree_build_tree", build_tree_cpu);
   m.impl("kdtree_accept", accept_cpu);
+  m.impl("kdtree_top_k", top_k_cpu);
+  m.impl("kdtree_move_rows", move_rows_cpu);
 }
 
 // The ops only write their arguments, so checking them is all that a fake implementation has to do.
 TORCH_LIBRARY_IMPL(sgl_kernel, Meta, m) {
   m.impl("kdtree_build_tree", build_tree_meta);
   m.impl("kdtree_accept", accept_meta);
+  m.impl("kdtree_top_k", top_k_meta);
+  m.impl("kdtree_move_rows", move_rows_meta);
 }
 
 }  // namespace kdtree

@@ -33,8 +33,29 @@ struct AcceptParams {
   int32_t batch, width, limit;
 };
 
+struct TopKParams {
+  const void* logits;
+  int64_t first_id;
+  float* log_probs;
+  int64_t* token_ids;
+  float* normalisers;
+  int32_t rows, vocabulary, top_k;
+};
+
+struct MoveParams {
+  const int64_t* caches;
+  const int64_t* slots;
+  const int32_t* paths;
+  const int32_t* counts;
+  int32_t layers, batch, width, limit, row_bytes;
+};
+
+enum class LogitType { fp32, bf16, fp16 };
+
 // Put the kernel into a stream (cudaStream_t) of the current device. No allocation, no synchronisation.
 void launch_build_tree(const BuildParams& params, void* stream);
 void launch_accept(const AcceptParams& params, void* stream);
+void launch_top_k(LogitType type, const TopKParams& params, void* stream);
+void launch_move_rows(const MoveParams& params, void* stream);
 
 }  // namespace kdtree

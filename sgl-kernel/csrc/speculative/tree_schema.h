@@ -2,6 +2,14 @@
 // The ops of draft trees, the same for every device.
 //
 // clang-format off
+// kdtree_top_k: the likeliest tokens of each row of logits.
+//   logits        [rows, vocabulary]               fp32, bf16 or fp16; NaN is taken for -inf
+//   first_id      int                              the id of column 0: a rank may have a shard of the vocabulary
+//   log_probs     [rows, top_k]                    fp32, written: of the row's softmax, likeliest first, of equals the
+//                                                  smaller id first; top_k, 1 to 256, is at most the vocabulary
+//   token_ids     [rows, top_k]                    int64, written
+//   normalisers   [rows]                           fp32, written: log of the sum of exp of the row
+//
 // kdtree_build_tree: the best-first tree of each request (kdtree/include/kdtree/build.h).
 //   log_probs     [batch, positions, top_k]        fp32; of each position's likeliest tokens, likeliest first
 //   token_ids     [batch, positions, top_k]        int64
@@ -23,6 +31,14 @@
 //   paths         [batch, limit]                   int32, written; the accepted nodes, root first, then -1
 //   counts        [batch]                          int32, written; accepted nodes, at most `limit`
 //   bonus         [batch]                          int64, written; the token after the last of them
+//
+// kdtree_move_rows: moves the accepted nodes' cache rows to the front of their request's slots, in every layer.
+//   caches        [layers]                         int64; the addresses of the layers' caches, all of which it writes
+//   row_bytes     int                              of a slot in a cache; a multiple of 16
+//   slots         [batch, width]                   int64; the slot of each node
+//   paths         [batch, limit]                   int32; as kdtree_accept writes them: node paths[b, i] goes to the
+//                                                  slot of node i. Ascending, so that paths[b, i] >= i
+//   counts        [batch]                          int32; how many of a path to move
 // clang-format on
 #pragma once
 
@@ -44,6 +60,25 @@ constexpr const char* kBuildTreeSchema =
 constexpr const char* kAcceptSchema =
     "kdtree_accept(Tensor tokens, Tensor next_token, Tensor next_sibling, Tensor drawn, Tensor(a!) paths, "
     "Tensor(b!) counts, Tensor(c!) bonus) -> ()";
+
+constexpr int64_t kMaxTopK = 256;
+
+constexpr const char* kTopKSchema =
+    "kdtree_top_k(Tensor logits, int first_id, Tensor(a!) log_probs, Tensor(b!) token_ids, Tensor(c!) normalisers) -> "
+    "()";
+
+constexpr const char* kMoveRowsSchema =
+    "kdtree_move_rows(Tensor caches, int row_bytes, Tensor slots, Tensor paths, Tensor counts) -> ()";
+
+struct TopKArguments {
+  TensorView logits, log_probs, token_ids, normalisers;
+};
+
+struct MoveArguments {
+  TensorView caches;
+  int64_t row_bytes;
+  TensorView slots, paths, counts;
+};
 
 struct BuildArguments {
   TensorView log_probs, token_ids, roots;
@@ -114,6 +149,34 @@ inline void check_arguments(const AcceptArguments& a) {
   check_shape_of(op, "paths", a.paths, Type::int32, {batch, a.paths.sizes[1]});
   check_shape_of(op, "counts", a.counts, Type::int32, {batch});
   check_shape_of(op, "bonus", a.bonus, Type::int64, {batch});
+}
+
+inline void check_arguments(const TopKArguments& a) {
+  constexpr const char* op = "kdtree_top_k";
+  const bool of_type = a.logits.type == Type::fp32 || a.logits.type == Type::bf16 || a.logits.type == Type::fp16;
+  require_for(op, of_type && a.logits.dims == 2 && a.logits.contiguous() && a.logits.sizes[1] <= INT32_MAX,
+              "logits must be contiguous float32, bfloat16 or float16 [rows, vocabulary], is ", a.logits);
+  const int64_t rows = a.logits.sizes[0], most = std::min(kMaxTopK, a.logits.sizes[1]);
+  require_for(op, a.log_probs.dims == 2 && a.log_probs.sizes[1] >= 1 && a.log_probs.sizes[1] <= most,
+              "log_probs must be [", rows, ", 1 to ", most, "], is ", a.log_probs);
+  const int64_t top_k = a.log_probs.sizes[1];
+  check_shape_of(op, "log_probs", a.log_probs, Type::fp32, {rows, top_k});
+  check_shape_of(op, "token_ids", a.token_ids, Type::int64, {rows, top_k});
+  check_shape_of(op, "normalisers", a.normalisers, Type::fp32, {rows});
+}
+
+inline void check_arguments(const MoveArguments& a) {
+  constexpr const char* op = "kdtree_move_rows";
+  require_for(op, a.caches.dims == 1, "caches must be [layers], is ", a.caches);
+  check_shape_of(op, "caches", a.caches, Type::int64, {a.caches.sizes[0]});
+  require_for(op, a.row_bytes > 0 && a.row_bytes % 16 == 0, "row_bytes must be a multiple of 16, is ", a.row_bytes);
+  require_for(op, a.slots.dims == 2, "slots must be [batch, width], is ", a.slots);
+  const int64_t batch = a.slots.sizes[0], width = a.slots.sizes[1];
+  check_shape_of(op, "slots", a.slots, Type::int64, {batch, width});
+  require_for(op, a.paths.dims == 2 && a.paths.sizes[1] <= width, "paths must be [", batch, ", at most ", width,
+              "], is ", a.paths);
+  check_shape_of(op, "paths", a.paths, Type::int32, {batch, a.paths.sizes[1]});
+  check_shape_of(op, "counts", a.counts, Type::int32, {batch});
 }
 
 }  // namespace kdtree

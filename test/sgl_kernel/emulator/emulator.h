@@ -33,6 +33,9 @@ struct float4 {
 struct uint2 {
   uint32_t x, y;
 };
+struct uint4 {
+  uint32_t x, y, z, w;
+};
 inline float2 make_float2(float x, float y) { return {x, y}; }
 inline uint2 make_uint2(uint32_t x, uint32_t y) { return {x, y}; }
 
@@ -113,6 +116,7 @@ class Block {
   }
 
   int thread() const { return thread_; }
+  int threads() const { return static_cast<int>(fibers_.size()); }
   int index() const { return index_; }
   int count() const { return count_; }
 
@@ -320,10 +324,21 @@ inline uint32_t ballot(bool flag) {
   });
 }
 inline int first_set_bit(uint32_t word) { return __builtin_ctz(word); }
+inline int count_bits(uint32_t word) { return __builtin_popcount(word); }
+inline uint32_t float_bits(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, 4);
+  return bits;
+}
+inline float bits_float(uint32_t bits) {
+  float value;
+  std::memcpy(&value, &bits, 4);
+  return value;
+}
+inline int fetch_add(int* shared, int value) { return std::exchange(*shared, *shared + value); }
 
-constexpr int kEmulatedThreads = 256;
-inline void barrier() { emulator::block().barrier_or(0, kEmulatedThreads, false); }
-inline bool barrier_or(bool flag) { return emulator::block().barrier_or(0, kEmulatedThreads, flag); }
+inline void barrier() { emulator::block().barrier_or(0, emulator::block().threads(), false); }
+inline bool barrier_or(bool flag) { return emulator::block().barrier_or(0, emulator::block().threads(), flag); }
 inline void barrier(int id, int threads) { emulator::block().barrier_or(id, threads, false); }
 
 inline void warp_barrier() { ballot(false); }
@@ -364,6 +379,11 @@ void multiply_add(T, float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_
 template <class T>
 uint32_t pack(T, float low, float high) {
   return emulator::to_16_bit(T{}, low) | uint32_t{emulator::to_16_bit(T{}, high)} << 16;
+}
+
+template <class T>
+float unpack(T, uint16_t bits) {
+  return emulator::from_16_bit(T{}, bits);
 }
 
 inline float exp2_fast(float x) { return std::exp2(x); }

@@ -45,6 +45,10 @@ KDTREE_DEVICE V shuffle_xor(V value, int mask) {
 }
 KDTREE_DEVICE uint32_t ballot(bool flag) { return __ballot_sync(~0u, flag); }
 KDTREE_DEVICE int first_set_bit(uint32_t word) { return __ffs(word) - 1; }
+KDTREE_DEVICE int count_bits(uint32_t word) { return __popc(word); }
+KDTREE_DEVICE uint32_t float_bits(float value) { return __float_as_uint(value); }
+KDTREE_DEVICE float bits_float(uint32_t bits) { return __uint_as_float(bits); }
+KDTREE_DEVICE int fetch_add(int* shared, int value) { return atomicAdd(shared, value); }
 
 KDTREE_DEVICE void warp_barrier() { __syncwarp(); }
 KDTREE_DEVICE void barrier() { __syncthreads(); }
@@ -136,6 +140,9 @@ KDTREE_DEVICE uint32_t pack(fp16, float low, float high) {
   const __half2 pair = __floats2half2_rn(low, high);
   return reinterpret_cast<const uint32_t&>(pair);
 }
+
+KDTREE_DEVICE float unpack(bf16, uint16_t bits) { return __uint_as_float(uint32_t{bits} << 16); }
+KDTREE_DEVICE float unpack(fp16, uint16_t bits) { return __half2float(__ushort_as_half(bits)); }
 
 KDTREE_DEVICE float exp2_fast(float x) {
   float y;
