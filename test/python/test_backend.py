@@ -14,6 +14,11 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.speculative.eagle_utils import TreeMaskMode
 
 from kdtree_spec import oracle
+from sglang.srt.speculative.dflash_info import DFlashVerifyInput
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+from sglang_kdtree.speculative.algorithm import DDTreeAlgorithm
+from sglang_kdtree.speculative.verify_input import DDTreeVerifyInput
 from sglang_kdtree.attention import backend as backend_module
 from sglang_kdtree.attention import support, tree_mask
 from sglang_kdtree.attention.backend import KDTreeMLABackend
@@ -49,6 +54,7 @@ def make_runner(**changes: Any) -> SimpleNamespace:
         "dtype": torch.float32,
         "kv_cache_dtype": torch.float32,
         "is_draft_worker": False,
+        "spec_algorithm": None,
         "token_to_kv_pool": Pool(8 * 600),
         "req_to_token_pool": SimpleNamespace(req_to_token=table, size=8),
         "kv_index_translator": SimpleNamespace(is_translating=False),
@@ -203,8 +209,10 @@ class Graph:
 
     BATCH = 4
 
-    def __init__(self, mode: ForwardMode, tokens_a_request: int, captured_spec: SimpleNamespace | None) -> None:
-        self.runner = make_runner()
+    def __init__(
+        self, mode: ForwardMode, tokens_a_request: int, captured_spec: SimpleNamespace | None, algorithm: Any = None
+    ) -> None:
+        self.runner = make_runner(spec_algorithm=algorithm)
         self.mode, self.width = mode, tokens_a_request
         self.backend = KDTreeMLABackend(self.runner)
         self.backend.init_cuda_graph_state(self.BATCH, self.BATCH * tokens_a_request)
@@ -289,6 +297,35 @@ def test_graph_of_a_chain_has_no_mask_whatever_the_last_tree_was() -> None:
     graph.backend.verify_mask.buffer.fill_(False)
     for rows, prefixes in (([5, 2, 7], [100, 0, 33]), ([1], [7])):
         graph.check(graph.replay(rows, prefixes, verify_info(None)), rows, prefixes, None)
+
+
+def dflash_dummy() -> DFlashVerifyInput:
+    """What upstream captures a DFlash family's verify graph with, whatever is verified in it later: its mask is a
+    buffer, as our backend's class is none of those that are known to need none."""
+    mask = torch.ones(Graph.BATCH * (1 + WIDTH) * WIDTH, dtype=torch.bool)
+    return DFlashVerifyInput(draft_token=None, positions=None, draft_token_num=WIDTH, custom_mask=mask)
+
+
+def test_graph_of_a_dflash_chain_has_no_mask() -> None:
+    graph = Graph(ForwardMode.TARGET_VERIFY, WIDTH, dflash_dummy(), SpeculativeAlgorithm.DFLASH)
+    assert graph.mask is None
+    tokens = torch.zeros(3 * WIDTH, dtype=torch.int64)
+    chain = DFlashVerifyInput(draft_token=tokens, positions=tokens, draft_token_num=WIDTH, custom_mask=None)
+    rows, prefixes = [5, 2, 7], [100, 0, 33]
+    graph.check(graph.replay(rows, prefixes, chain), rows, prefixes, None)
+
+
+def test_graph_of_ddtree_follows_packed_masks() -> None:
+    algorithm = DDTreeAlgorithm("DDTREE", lambda _: object)
+    graph = Graph(ForwardMode.TARGET_VERIFY, WIDTH, dflash_dummy(), algorithm)
+    for rows, prefixes in (([5, 2, 7], [100, 0, 33]), ([1], [WIDTH]), ([0, 1, 2, 3], [1, 2, 3, 4])):
+        masks = trees(len(rows))
+        packed = torch.from_numpy(oracle.pack_tree_mask(masks.reshape(-1, WIDTH)))
+        tokens = torch.zeros(len(rows) * WIDTH, dtype=torch.int64)
+        spec = DDTreeVerifyInput(
+            draft_token=tokens, positions=tokens, draft_token_num=WIDTH, custom_mask=None, packed_mask=packed
+        )
+        graph.check(graph.replay(rows, prefixes, spec), rows, prefixes, masks)
 
 
 def test_graph_of_draft_extend_takes_the_prefix_from_the_extended_lengths() -> None:
