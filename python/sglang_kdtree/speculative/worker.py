@@ -21,7 +21,7 @@ from sglang.srt.runtime_context import get_exec, get_parallel, get_spec
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from sglang.srt.speculative.dflash_utils import parse_dflash_draft_config
 from sglang.srt.speculative.draft_parallel import model_draft_parallel_spec, resolve_draft_parallel_layout
-from sglang.srt.speculative.draft_worker_common import build_draft_tp_worker, make_draft_input_v2
+from sglang.srt.speculative.draft_worker_common import build_draft_tp_worker
 from sglang.srt.speculative.spec_utils import (
     GrammarTree,
     build_grammar_vocab_mask,
@@ -33,6 +33,7 @@ from sglang_kdtree.speculative import algorithm, cpu_attention, sampling
 from sglang_kdtree.speculative.drafter import BlockDrafter
 from sglang_kdtree.speculative.options import TreeOptions
 from sglang_kdtree.speculative.requests import refuse_unserved
+from sglang_kdtree.speculative.state import DDTreeState
 from sglang_kdtree.speculative.verify_input import DDTreeVerifyInput
 
 if TYPE_CHECKING:
@@ -146,7 +147,7 @@ class DDTreeWorker(BaseSpecWorker):
         positions = first + torch.arange(total, device=self.device)
         self._drafter.remember(result.logits_output.hidden_states, batch.out_cache_loc, positions)
         result.logits_output.hidden_states = None  # large, and nobody's outside
-        result.next_draft_input = make_draft_input_v2(bonus_tokens=result.next_token_ids, new_seq_lens=batch.seq_lens)
+        result.next_draft_input = DDTreeState.after(result.next_token_ids, batch.seq_lens)
         return result
 
     def _round(self, batch: ScheduleBatch, on_publish: Publish) -> GenerationBatchResult:
@@ -202,7 +203,7 @@ class DDTreeWorker(BaseSpecWorker):
             next_token_ids=tokens.flatten(),
             accept_lens=counts,
             can_run_cuda_graph=target_result.can_run_cuda_graph,
-            next_draft_input=make_draft_input_v2(bonus_tokens=bonus, new_seq_lens=new_seq_lens),
+            next_draft_input=DDTreeState.after(bonus, new_seq_lens),
             speculative_num_draft_tokens=self.width,
             new_seq_lens=new_seq_lens,
             routed_experts_output=target_result.routed_experts_output,
