@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A DFlash drafter in plain torch: what trains the tiny model's drafter, and what the server's drafts are compared with.
+"""A DFlash drafter in plain torch, which trains the tiny model's drafter.
 
 Source: DFlash (arXiv 2602.06036), sections 3 and 4. A block is the last committed token and masks; every position of it
 sees the whole block and the committed tokens, whose keys and values come from the target's hidden states and not from
@@ -105,7 +105,9 @@ class Drafter(nn.Module):
             hook.remove()
         return torch.cat([found[i] for i in wanted], -1), logits
 
-    def forward(self, target: ReferenceModel, features: torch.Tensor, anchors: torch.Tensor, roots: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, target: ReferenceModel, features: torch.Tensor, anchors: torch.Tensor, roots: torch.Tensor
+    ) -> torch.Tensor:
         """Logits of the positions after each anchor.
 
         features: [batch, length, layers * hidden], of the tokens from position 0 on. anchors: [blocks] int64, the

@@ -11,18 +11,17 @@ import numpy as np
 import pytest
 import torch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
-from sglang.srt.speculative.eagle_utils import TreeMaskMode
-
-from kdtree_spec import oracle
 from sglang.srt.speculative.dflash_info import DFlashVerifyInput
+from sglang.srt.speculative.eagle_utils import TreeMaskMode
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
-from sglang_kdtree.speculative.algorithm import DDTreeAlgorithm
-from sglang_kdtree.speculative.verify_input import DDTreeVerifyInput
+from kdtree_spec import oracle
 from sglang_kdtree.attention import backend as backend_module
 from sglang_kdtree.attention import support, tree_mask
 from sglang_kdtree.attention.backend import KDTreeMLABackend
 from sglang_kdtree.attention.support import UnsupportedError, check_supported
+from sglang_kdtree.speculative.algorithm import DDTreeAlgorithm
+from sglang_kdtree.speculative.verify_input import DDTreeVerifyInput
 
 HEADS = 4
 SCALE = 192**-0.5

@@ -52,7 +52,10 @@ def ddtree() -> algorithm.DDTreeAlgorithm:
         ({"speculative_num_draft_tokens": 1}, "not 1. Change --speculative-num-draft-tokens"),
         ({"speculative_num_draft_tokens": 257}, "not 257. Change --speculative-num-draft-tokens"),
         ({"speculative_dflash_block_size": 1}, "not 1. Change --speculative-dflash-block-size"),
-        ({"speculative_draft_attention_backend": "kdtree_mla"}, "Change --speculative-draft-attention-backend to one of"),
+        (
+            {"speculative_draft_attention_backend": "kdtree_mla"},
+            "Change --speculative-draft-attention-backend to one of",
+        ),
         ({"enable_dp_attention": True}, "--enable-dp-attention. Remove it"),
         ({"disaggregation_mode": "decode"}, "--disaggregation-mode. Remove it"),
         ({"pp_size": 2}, "--pp-size. Remove it"),

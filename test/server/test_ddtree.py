@@ -231,7 +231,9 @@ def test_200_prompts_at_every_width(tmp_path: Path, capsys: pytest.CaptureFixtur
         want = outputs_of(server, prompts, 128, in_flight=8)
     rates = {}
     chain = Server(tmp_path / "chain", *SMALL, *RUNNING, *ddtree(16), env={"KDTREE_BRANCHING": "1"})
-    servers = {"chain": chain} | {n: Server(tmp_path / f"{n}", *SMALL, *RUNNING, *ddtree(n)) for n in (2, 8, 16, 17, 32)}
+    servers = {"chain": chain} | {
+        n: Server(tmp_path / f"{n}", *SMALL, *RUNNING, *ddtree(n)) for n in (2, 8, 16, 17, 32)
+    }
     for name, server in servers.items():
         with server, ThreadPoolExecutor(8) as pool:
             replies = list(pool.map(lambda p: server.generate(p, 128, ignore_eos=True), prompts))  # noqa: B023

@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 import torch
 from scipy.stats import chi2
+from test_ddtree import RUNNING, ddtree
 
 from conftest import SMALL
 from prompts import held_out_tokens
 from reference import ReferenceModel
 from server import Server, request, running
-from test_ddtree import RUNNING, ddtree
 
 ALPHA = 0.001
 LENGTH = 3

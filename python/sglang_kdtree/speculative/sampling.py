@@ -82,9 +82,7 @@ def per_node(info: SamplingBatchInfo, width: int) -> SamplingBatchInfo:
     )
 
 
-def draw(
-    sampler: Sampler, output: LogitsProcessorOutput, batch: ScheduleBatch, depths: torch.Tensor
-) -> torch.Tensor:
+def draw(sampler: Sampler, output: LogitsProcessorOutput, batch: ScheduleBatch, depths: torch.Tensor) -> torch.Tensor:
     """The target's token after each node, [batch, width] int64. Leaves output.next_token_logits [batch * width, vocab]
     as they are; depths: [batch, width] int32."""
     rows, width = depths.shape

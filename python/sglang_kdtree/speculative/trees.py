@@ -82,7 +82,5 @@ class Trees:
         paths = torch.empty(batch, limit, dtype=torch.int32, device=drawn.device)
         counts = torch.empty(batch, dtype=torch.int32, device=drawn.device)
         bonus = torch.empty(batch, dtype=torch.int64, device=drawn.device)
-        torch.ops.sgl_kernel.kdtree_accept(
-            self.tokens, self.next_token, self.next_sibling, drawn, paths, counts, bonus
-        )
+        torch.ops.sgl_kernel.kdtree_accept(self.tokens, self.next_token, self.next_sibling, drawn, paths, counts, bonus)
         return paths, counts, bonus

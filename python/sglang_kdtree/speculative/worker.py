@@ -33,12 +33,11 @@ from sglang_kdtree.speculative import algorithm, cpu_attention, sampling
 from sglang_kdtree.speculative.drafter import BlockDrafter
 from sglang_kdtree.speculative.options import TreeOptions
 from sglang_kdtree.speculative.requests import refuse_unserved
+from sglang_kdtree.speculative.stage_times import StageTimes
 from sglang_kdtree.speculative.state import DDTreeState
 from sglang_kdtree.speculative.verify_input import DDTreeVerifyInput
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from sglang.srt.managers.schedule_batch import ScheduleBatch
     from sglang.srt.managers.tp_worker import TpModelWorker
     from sglang.srt.model_executor.model_runner import ModelRunner
@@ -52,9 +51,7 @@ Publish = "Callable[[torch.Tensor], None] | None"
 class DDTreeWorker(BaseSpecWorker):
     """Drives the target and the drafter; the scheduler calls forward_batch_generation."""
 
-    def __init__(
-        self, server_args: ServerArgs, gpu_id: int, nccl_port: int, target_worker: TpModelWorker
-    ) -> None:
+    def __init__(self, server_args: ServerArgs, gpu_id: int, nccl_port: int, target_worker: TpModelWorker) -> None:
         super().__init__()
         self._target_worker = target_worker
         self._target: ModelRunner = target_worker.model_runner
@@ -91,6 +88,8 @@ class DDTreeWorker(BaseSpecWorker):
             scale=config.output_multiplier,
             softcap=config.final_logit_softcapping,
         )
+
+        self._times = StageTimes(self.device)
 
     def _draft_scope(self) -> Any:
         scope = contextlib.ExitStack()
@@ -154,6 +153,7 @@ class DDTreeWorker(BaseSpecWorker):
         if batch.seq_lens.device.type != "cpu":  # made on the scheduler's stream, in the overlap schedule
             batch.seq_lens.record_stream(torch.get_device_module(self.device).current_stream())
         rows, prefix_lens = len(batch.seq_lens), batch.seq_lens
+        self._times.begin(rows)
         slots = assign_extend_cache_locs_func(
             req_pool_indices=batch.req_pool_indices,
             req_to_token=self.req_to_token_pool.req_to_token,
@@ -165,12 +165,14 @@ class DDTreeWorker(BaseSpecWorker):
         )
         with self._draft_scope():
             trees = self._drafter.draft(batch, batch.spec_info.bonus_tokens, slots.view(rows, self.width))
+        self._times.end_stage()
         # Copied to the host while the target runs.
         grammar_tree = None
         if batch.has_grammar:
             grammar_tree = GrammarTree.from_device(trees.next_token, trees.next_sibling, trees.tokens)
 
         target_result = self._verify(batch, trees, slots)
+        self._times.end_stage()
         output = target_result.logits_output
         sampling.adjust_logits(output.next_token_logits, batch, trees.depths)
         if grammar_tree is not None:
@@ -196,8 +198,10 @@ class DDTreeWorker(BaseSpecWorker):
             accepted = torch.zeros_like(tokens)
             accepted[:, : self.block] = first_node + paths.clamp(min=0)
             compute_spec_logprobs(batch, output, drawn.flatten(), accept_index=accepted)
+        self._times.end_stage()
         self._commit(output, paths, counts, slots.view(rows, self.width), prefix_lens)
         output.hidden_states = None
+        self._times.end_stage()
         return GenerationBatchResult(
             logits_output=output,
             next_token_ids=tokens.flatten(),

@@ -3,8 +3,8 @@
 //
 // A block goes through its row in tiles and lists what may be among the best. When the list is full it is sorted, cut
 // to the best top_k, and the last of those bounds what is worth listing from then on: after the first tiles that is
-// next to nothing, so the pass costs what reading the row does. A token's key is its logit in order-preserving bits with
-// its complemented index below, so no two are equal and the result does not depend on the order of the threads.
+// next to nothing, so the pass costs what reading the row does. A token's key is its logit in order-preserving bits
+// with its complemented index below, so no two are equal and the result does not depend on the order of the threads.
 #pragma once
 
 #include "../attention/kdtree_mla/primitives.cuh"
@@ -81,8 +81,7 @@ KDTREE_KERNEL(kTopKThreads, 2)
 top_k_kernel(const TopKParams p) {
   const int thread = thread_index(), lane = lane_index(), warp = warp_index();
   const int64_t row_index = block_index();
-  const unsigned char* row =
-      static_cast<const unsigned char*>(p.logits) + row_index * p.vocabulary * logit_bytes(T{});
+  const unsigned char* row = static_cast<const unsigned char*>(p.logits) + row_index * p.vocabulary * logit_bytes(T{});
   uint64_t* list = shared_pointer<uint64_t>(TopKStorage::list);
   int* count = shared_pointer<int>(TopKStorage::count);
   if (thread == 0) *count = 0;

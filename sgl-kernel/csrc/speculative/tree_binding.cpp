@@ -156,15 +156,10 @@ void move_rows_cuda(
   check_device("kdtree_move_rows", slots, {&caches, &paths, &counts});
   if (slots.size(0) == 0 || caches.size(0) == 0) return;
   const torch::stable::accelerator::DeviceGuard guard(slots.get_device_index());
-  const MoveParams params{data<const int64_t>(caches),
-                          data<const int64_t>(slots),
-                          data<const int32_t>(paths),
-                          data<const int32_t>(counts),
-                          static_cast<int32_t>(caches.size(0)),
-                          static_cast<int32_t>(slots.size(0)),
-                          static_cast<int32_t>(slots.size(1)),
-                          static_cast<int32_t>(paths.size(1)),
-                          static_cast<int32_t>(row_bytes)};
+  const MoveParams params{
+      data<const int64_t>(caches),         data<const int64_t>(slots),           data<const int32_t>(paths),
+      data<const int32_t>(counts),         static_cast<int32_t>(caches.size(0)), static_cast<int32_t>(slots.size(0)),
+      static_cast<int32_t>(slots.size(1)), static_cast<int32_t>(paths.size(1)),  static_cast<int32_t>(row_bytes)};
   launch_move_rows(params, current_stream(slots.get_device_index()));
 }
 

@@ -111,8 +111,11 @@ void accept_cpu(const at::Tensor& tokens,
   }
 }
 
-void top_k_meta(
-    const at::Tensor& logits, int64_t /*first_id*/, at::Tensor log_probs, at::Tensor token_ids, at::Tensor normalisers) {
+void top_k_meta(const at::Tensor& logits,
+                int64_t /*first_id*/,
+                at::Tensor log_probs,
+                at::Tensor token_ids,
+                at::Tensor normalisers) {
   check_arguments(TopKArguments{view(logits), view(log_probs), view(token_ids), view(normalisers)});
 }
 
