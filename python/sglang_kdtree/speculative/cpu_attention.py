@@ -41,7 +41,7 @@ class CpuDraftAttention(AttentionBackend):
         save_kv_cache: bool = True,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """q: [batch * block, heads * dim]; k, v: [batch * block, kv_heads * dim]. Returns [batch * block, heads * dim]."""
+        """q: [batch * block, heads * dim]; k, v: [batch * block, kv_heads * dim]. Returns the shape of q."""
         if layer.attn_type != AttentionType.ENCODER_ONLY or kwargs.get("sinks") is not None:
             raise NotImplementedError(
                 "on the CPU, DDTREE serves drafters whose layers all have full attention inside the block and no sinks"
