@@ -67,7 +67,7 @@ def servers(folder: Path, args: argparse.Namespace, pool: int) -> dict[str, Serv
 
 def stages(log: str, batch: int) -> dict[str, float] | None:
     """Mean milliseconds of a round's stages in what was logged for a batch size."""
-    found = [[float(x) for x in m.groups()[2:]] for m in STAGES.finditer(log) if int(m[1]) == batch]
+    found = [[float(x) for x in m.groups()[1:]] for m in STAGES.finditer(log) if int(m[1]) == batch]
     if not found:
         return None
     means = [statistics.mean(column) for column in zip(*found, strict=True)]
