@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from server import ROOT, TINY_MODEL, Server
+from server import ROOT, TINY_DRAFTER, TINY_MODEL, Server
 from sglang_kdtree import vendored
 
 
@@ -141,3 +141,27 @@ def test_kernel_library_without_the_op(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(plugin.KernelLibraryError, match="has no op kdtree_mla_verify: it is upstream's"):
         plugin.load_kernels()
+
+
+def ddtree(drafter: Path, *flags: str) -> tuple[str, ...]:
+    return (*DUMMY, "--speculative-algorithm", "DDTREE", "--speculative-draft-model-path", str(drafter), *flags)
+
+
+def test_trees_without_the_backend(tmp_path: Path) -> None:
+    log = refusal(Server(tmp_path / "log", *ddtree(TINY_DRAFTER), backend=("--attention-backend", "triton")))
+    assert "DDTREE verifies trees with kdtree_mla alone. Use --attention-backend kdtree_mla." in log
+
+
+def test_a_tree_of_one_node(tmp_path: Path) -> None:
+    log = refusal(Server(tmp_path / "log", *ddtree(TINY_DRAFTER, "--speculative-num-draft-tokens", "1")))
+    assert "DDTREE verifies 2 to 256 tokens a request" in log and "Change --speculative-num-draft-tokens" in log
+
+
+def test_drafter_of_another_vocabulary(tmp_path: Path) -> None:
+    drafter = tmp_path / "drafter"
+    shutil.copytree(TINY_DRAFTER, drafter)
+    config = json.loads((drafter / "config.json").read_text())
+    (drafter / "config.json").write_text(json.dumps(config | {"vocab_size": 4096}))
+    log = refusal(Server(tmp_path / "log", *ddtree(drafter)))
+    assert "the drafter's vocabulary has 4096 tokens and the target's 2048" in log
+    assert "Set --speculative-draft-model-path to a drafter of this target" in log
