@@ -16,11 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from conftest import SMALL, TOKENS, assert_greedy, assert_idle, outputs_of
 from prompts import held_out_prompts, held_out_tokens, tokenizer
 from reference import ReferenceModel
 from server import TINY_DRAFTER, Server, request, running
+from sglang_kdtree import cli
 
 RUNNING = ("--max-running-requests", "40")
 
@@ -204,11 +206,29 @@ def test_pages_two_ranks_and_no_overlap_give_the_same_tokens(
     common = (*SMALL, *RUNNING)
     servers = {
         "pages": Server(tmp_path / "pages", *common, *ddtree(17), "--page-size", "64", "--disable-overlap-schedule"),
-        "ranks": Server(tmp_path / "ranks", *common, *ddtree(8), tp=2),
+        "ranks": Server(tmp_path / "ranks", *common, *ddtree(8), "--enable-metrics", tp=2),
     }
     with running(servers):
         for name, server in servers.items():
             assert outputs_of(server, prompts[:20], in_flight=4) == plain_outputs[:20], name
+        assert_operator_sees_both_ranks(servers["ranks"].url)
+
+
+def assert_operator_sees_both_ranks(url: str) -> None:
+    """`sglang-kdtree check`, and what the metrics say of the rounds."""
+    assert cli.main(["check", "--url", url]) == 0
+    assert {"ranks": "[0, 1] of 2", "mode": "native"}.items() <= {f.name: f.detail for f in cli.check(url)}.items()
+    values: dict[str, float] = {}
+    for family in text_string_to_metric_families(cli.fetch(f"{url}/metrics")):
+        for sample in family.samples:
+            key = sample.name.removeprefix("sglang:") + sample.labels.get("forward_mode", "")
+            values[key] = values.get(key, 0) + sample.value
+    assert values["ddtree_width"] == 2 * 8  # of both ranks
+    rounds, tokens = values["ddtree_tokens_per_round_count"], values["ddtree_tokens_per_round_sum"]
+    assert rounds > 100 and 1.2 < tokens / rounds < 8
+    # One step verifies the trees of all requests in flight.
+    assert rounds / 4 <= values["kdtree_mla_steps_totaltarget_verify"] <= rounds
+    assert values["kdtree_mla_rows_totaltarget_verify"] == 8 * rounds
 
 
 def test_ranks_that_see_near_ties_otherwise_stay_together(tmp_path: Path, prompts: list[list[int]]) -> None:

@@ -28,6 +28,7 @@ from sglang.srt.speculative.eagle_utils import TreeMaskMode
 
 from sglang_kdtree.attention import tree_mask
 from sglang_kdtree.attention.support import LATENT, ROPE, check_supported, kernel_variant
+from sglang_kdtree.metrics import RankMetrics
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
@@ -98,7 +99,7 @@ class KDTreeMLABackend(AttentionBackend):
         if self._on_cuda:
             for width in {1, get_spec().speculative_num_draft_tokens or 1}:
                 self._workspace(width)
-        self._log_start(runner)
+        self._tell_start(runner)
 
     @functools.cached_property
     def _prefill(self) -> AttentionBackend:
@@ -129,19 +130,35 @@ class KDTreeMLABackend(AttentionBackend):
         buffer = torch.zeros(max_batch * width * width, dtype=torch.bool, device=runner.device)
         return VerifyMask(buffer=buffer, mode=TreeMaskMode.QLEN_ONLY, max_bs=max_batch)
 
-    @staticmethod
-    def _log_start(runner: ModelRunner) -> None:
+    def _tell_start(self, runner: ModelRunner) -> None:
+        """One line in the log, and the same facts in the metrics."""
         parallel = get_parallel()
+        kernel, kv_cache = kernel_variant(runner), str(runner.kv_cache_dtype).removeprefix("torch.")
         logger.info(
             "kdtree_mla: rank=%d/%d pid=%d device=%s kernel=%s kv_cache=%s mode=native role=%s",
             parallel.tp_rank,
             parallel.tp_size,
             os.getpid(),
             runner.device,
-            kernel_variant(runner),
-            str(runner.kv_cache_dtype).removeprefix("torch."),
+            kernel,
+            kv_cache,
             "draft" if runner.is_draft_worker else "target",
         )
+        self._metrics = RankMetrics(runner, parallel.tp_rank)
+        self._metrics.info(parallel.tp_size, str(runner.device), kernel, kv_cache, "native")
+
+    def _count(self, forward_batch: ForwardBatch) -> None:
+        """A step in the metrics. The requests that pad a graph's batch count as rows of a decode."""
+        mode = forward_batch.forward_mode
+        if mode.is_idle():
+            return
+        rows = len(forward_batch.req_pool_indices)
+        if mode.is_target_verify():
+            tokens = forward_batch.spec_info.draft_token
+            rows = rows * forward_batch.spec_info.draft_token_num if tokens is None else len(tokens)
+        elif mode.is_extend() and forward_batch.extend_seq_lens_cpu is not None:
+            rows = sum(forward_batch.extend_seq_lens_cpu)
+        self._metrics.step(mode.name.lower(), rows)
 
     @property
     def verify_mask(self) -> VerifyMask | None:
@@ -166,6 +183,7 @@ class KDTreeMLABackend(AttentionBackend):
         else:
             self._prefill.init_forward_metadata(forward_batch)
             self.forward_metadata = StepMetadata(calls=[])
+        self._count(forward_batch)
 
     def _through_op(self, mode: ForwardMode) -> bool:
         """Whether an extend of this mode goes through the op; otherwise upstream's prefill serves it."""
@@ -183,6 +201,8 @@ class KDTreeMLABackend(AttentionBackend):
 
     def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> None:
         """Before a capture or a replay: the step's tree masks, packed into the graph's buffer."""
+        if not in_capture:
+            self._count(forward_batch)
         if forward_batch.forward_mode.is_target_verify():
             packed = self._packed_mask(forward_batch)
             if packed is not None:

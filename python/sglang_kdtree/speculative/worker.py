@@ -29,6 +29,7 @@ from sglang.srt.speculative.spec_utils import (
     draft_tp_context,
 )
 
+from sglang_kdtree.metrics import RankMetrics
 from sglang_kdtree.speculative import algorithm, cpu_attention, sampling
 from sglang_kdtree.speculative.drafter import BlockDrafter
 from sglang_kdtree.speculative.options import TreeOptions
@@ -90,12 +91,18 @@ class DDTreeWorker(BaseSpecWorker):
         )
 
         self._times = StageTimes(self.device)
+        self._metrics = RankMetrics(self._target, get_parallel().tp_rank)
+        self._metrics.width(self.width)
 
     def _draft_scope(self) -> Any:
         scope = contextlib.ExitStack()
         scope.enter_context(draft_pp_context())
         scope.enter_context(draft_tp_context(self.draft_parallel_layout))
         return scope
+
+    def on_verify_complete_cpu(self, num_correct_drafts_per_req: list[int], batch_size: int = 0) -> None:
+        """The scheduler calls it when a round's counts have come to the host."""
+        self._metrics.round([drafts + 1 for drafts in num_correct_drafts_per_req])
 
     def weight_update_runners(self) -> list[tuple[str, ModelRunner]]:
         return [("draft", self._draft_runner)]
