@@ -28,7 +28,7 @@ from bench_serving_backends import Prompts, rate
 from server import TINY_DRAFTER, TINY_MODEL, Server, running
 
 STAGES = re.compile(
-    r"DDTREE ms a round, batch (\d+), (\d+) rounds: draft ([\d.]+), verify ([\d.]+), accept ([\d.]+), commit ([\d.]+)"
+    r"DDTREE ms a round, batch (\d+), \d+ rounds: draft ([\d.]+), verify ([\d.]+), accept ([\d.]+), commit ([\d.]+)"
 )
 ROUNDS = 8
 

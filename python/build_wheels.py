@@ -81,7 +81,7 @@ def pack(tree: Path, into: Path) -> None:
 
 def build_sglang(entry: dict[str, Any], abi: str) -> None:
     wheel = vendor.locked_wheel("sglang", entry, abi)
-    kernel = project("sgl-kernel")
+    needed = [f"{p['name']}=={p['version']}" for p in (project("sgl-kernel"), project("kdtree"))]
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder)
         info = unpack(vendor.fetch("sglang", entry, abi), tree)
@@ -89,7 +89,7 @@ def build_sglang(entry: dict[str, Any], abi: str) -> None:
         ours = tree / "sglang_kdtree"
         shutil.copytree(ROOT / "python" / "sglang_kdtree", ours, ignore=shutil.ignore_patterns("__pycache__"))
         shutil.copy(vendor.LOCK, ours / vendor.LOCK.name)
-        rewrite_metadata(info, project("python"), [f"{kernel['name']}=={kernel['version']}"])
+        rewrite_metadata(info, project("python"), needed)
         pack(tree, DIST)
 
 

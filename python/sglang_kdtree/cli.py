@@ -127,9 +127,7 @@ def self_test() -> str:
         size = torch.ops.sgl_kernel.kdtree_mla_workspace_bytes(heads, width, 0)
         workspace = torch.empty(size, dtype=torch.uint8, device=device)
     on = [t.to(device) for t in (q, cache, table, rows)]
-    torch.ops.sgl_kernel.kdtree_mla_verify(
-        *on, 1, lens.to(device), packed.to(device), 0.05, 1.0, out, None, workspace
-    )
+    torch.ops.sgl_kernel.kdtree_mla_verify(*on, 1, lens.to(device), packed.to(device), 0.05, 1.0, out, None, workspace)
     want, _ = oracle.mla_verify(
         q.double().numpy(), cache.double().numpy(), table.numpy(), rows.numpy(), 1, lens.numpy(), mask, 0.05
     )

@@ -44,9 +44,7 @@ def _families() -> dict[str, Any]:
         "rows": Counter(
             "sglang:kdtree_mla_rows_total", "Query tokens of all steps, by forward mode.", (*rank, "forward_mode")
         ),
-        "width": Gauge(
-            "sglang:ddtree_width", "Nodes of a tree, root included.", rank, multiprocess_mode="mostrecent"
-        ),
+        "width": Gauge("sglang:ddtree_width", "Nodes of a tree, root included.", rank, multiprocess_mode="mostrecent"),
         "accepted": Histogram(
             "sglang:ddtree_tokens_per_round", "Tokens that a request gained in a round.", rank, buckets=TOKENS_A_ROUND
         ),
@@ -65,9 +63,9 @@ class RankMetrics:
     def info(self, tp_size: int, device: str, kernel: str, kv_cache: str, mode: str) -> None:
         if self._enabled:
             facts = {"device": device, "kernel": kernel, "kv_cache": kv_cache, "mode": mode, "version": version()}
-            _families()["info"].labels(
-                **self._labels, tp_size=str(tp_size), worker_pid=str(os.getpid()), **facts
-            ).set(1)
+            _families()["info"].labels(**self._labels, tp_size=str(tp_size), worker_pid=str(os.getpid()), **facts).set(
+                1
+            )
 
     def step(self, forward_mode: str, tokens: int) -> None:
         if not self._enabled:

@@ -2,8 +2,10 @@
 """Train the tiny model's DFlash drafter, on the text that the tiny model was trained on and the target's hidden states.
 
     python test/models/train_drafter.py --out test/models/tiny-mla-dflash [--device cuda] [--steps 4000]
+        [--rollouts 8192]
 
-Writes config.json, model.safetensors (bf16) and training.json. The loss is the divergence from the target's own
+With --rollouts, half of every batch is text that the target wrote itself, which is what it is asked to draft; a GPU
+writes it in minutes. Writes config.json, model.safetensors (bf16) and training.json. The loss is the divergence from the target's own
 distribution, weighted down with the distance from the anchor (DFlash, arXiv 2602.06036, section 4: an error near the
 anchor ends the block). Prints how far a chain of the drafter follows the target's greedy choice on held-out text.
 Seeded; another device or torch version gives other weights of the same quality.
@@ -60,12 +62,40 @@ CONFIG = {
 }
 
 
+@torch.no_grad()
+def write_rollouts(target: ReferenceModel, stream: torch.Tensor, args: argparse.Namespace) -> torch.Tensor:
+    """[rollouts, length]: the beginning of a window of the text, and how the target goes on; every other one greedy,
+    the rest drawn at temperature 0.7. Without a cache: the model is small."""
+    generator = torch.Generator().manual_seed(args.seed + 2)
+    written = []
+    for first in range(0, args.rollouts, 64):
+        count = min(64, args.rollouts - first)
+        start = int(torch.randint(16, args.length // 2, (1,), generator=generator))
+        tokens = windows(stream, count, args.length, generator)
+        for end in range(start, args.length):
+            with torch.autocast(args.device, torch.bfloat16):
+                logits = target(tokens[:, :end])[:, -1].float()
+            drawn = torch.multinomial((logits / 0.7).softmax(-1), 1)[:, 0]
+            drawn[::2] = logits[::2].argmax(-1)
+            tokens[:, end] = drawn
+        written.append(tokens)
+    return torch.cat(written)
+
+
+def windows(stream: torch.Tensor, count: int, length: int, generator: torch.Generator) -> torch.Tensor:
+    """[count, length] int64, from random places of the stream."""
+    starts = torch.randint(0, len(stream) - length, (count,), generator=generator)
+    return stream[starts.to(stream.device)[:, None] + torch.arange(length, device=stream.device)].long()
+
+
 def batch_of(
-    stream: torch.Tensor, args: argparse.Namespace, generator: torch.Generator
+    stream: torch.Tensor, rollouts: torch.Tensor | None, args: argparse.Namespace, generator: torch.Generator
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens [batch, length] and anchors [blocks], each block of which ends inside."""
-    starts = torch.randint(0, len(stream) - args.length, (args.batch,), generator=generator)
-    tokens = stream[starts.to(stream.device)[:, None] + torch.arange(args.length, device=stream.device)].long()
+    tokens = windows(stream, args.batch, args.length, generator)
+    if rollouts is not None:
+        chosen = torch.randint(0, len(rollouts), (args.batch // 2,), generator=generator)
+        tokens[: args.batch // 2] = rollouts[chosen.to(rollouts.device)]
     anchors = torch.randperm(args.length - BLOCK - 1, generator=generator)[: args.blocks] + 1
     return tokens, anchors.to(stream.device)
 
@@ -75,7 +105,13 @@ def rows_after(anchors: torch.Tensor) -> torch.Tensor:
     return anchors[:, None] + torch.arange(BLOCK - 1, device=anchors.device)
 
 
-def train(drafter: Drafter, target: ReferenceModel, stream: torch.Tensor, args: argparse.Namespace) -> None:
+def train(
+    drafter: Drafter,
+    target: ReferenceModel,
+    stream: torch.Tensor,
+    rollouts: torch.Tensor | None,
+    args: argparse.Namespace,
+) -> None:
     generator = torch.Generator().manual_seed(args.seed)
     matrices = [p for p in drafter.parameters() if p.dim() == 2]
     vectors = [p for p in drafter.parameters() if p.dim() != 2]
@@ -87,7 +123,7 @@ def train(drafter: Drafter, target: ReferenceModel, stream: torch.Tensor, args: 
         warm, progress = min(1.0, (step + 1) / 100), step / args.steps
         for group in optimiser.param_groups:
             group["lr"] = args.lr * warm * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * progress)))
-        tokens, anchors = batch_of(stream, args, generator)
+        tokens, anchors = batch_of(stream, rollouts, args, generator)
         with torch.no_grad(), torch.autocast(args.device, torch.bfloat16):
             features, wanted = drafter.features(target, tokens)
         wanted = wanted[:, rows_after(anchors)].float()
@@ -109,7 +145,7 @@ def greedy_agreement(drafter: Drafter, target: ReferenceModel, stream: torch.Ten
     generator = torch.Generator().manual_seed(args.seed + 1)
     lengths = []
     for _ in range(16):
-        tokens, anchors = batch_of(stream, args, generator)
+        tokens, anchors = batch_of(stream, None, args, generator)
         features, wanted = drafter.features(target, tokens)
         agreed = drafter(target, features, anchors, tokens[:, anchors]).argmax(-1) == wanted[
             :, rows_after(anchors)
@@ -127,6 +163,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--blocks", type=int, default=24, help="blocks a sequence")
+    parser.add_argument("--rollouts", type=int, default=0, help="texts of the target's own to train on too")
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
@@ -142,7 +179,8 @@ def main() -> None:
     for parameter in drafter.parameters():
         if parameter.dim() == 2:
             torch.nn.init.normal_(parameter, std=0.02)
-    train(drafter, target, stream, args)
+    rollouts = write_rollouts(target, stream, args) if args.rollouts else None
+    train(drafter, target, stream, rollouts, args)
 
     weights = {name: t.detach().to("cpu", torch.bfloat16).contiguous() for name, t in drafter.state_dict().items()}
     save_file(weights, args.out / "model.safetensors", metadata={"format": "pt"})
@@ -152,7 +190,7 @@ def main() -> None:
     print(f"{parameters / 1e6:.2f} M parameters; a chain agrees with held-out text for {agreement:.2f} tokens")
     (args.out / "config.json").write_text(json.dumps(CONFIG, indent=2) + "\n")
     facts = {"held_out_agreement": round(agreement, 3), "parameters": parameters}
-    facts |= {name: getattr(args, name) for name in ("steps", "batch", "length", "blocks", "lr", "seed")}
+    facts |= {name: getattr(args, name) for name in ("steps", "batch", "length", "blocks", "rollouts", "lr", "seed")}
     facts |= {"torch": torch.__version__, "device": torch.cuda.get_device_name() if args.device == "cuda" else "cpu"}
     (args.out / "training.json").write_text(json.dumps(facts, indent=2) + "\n")
 

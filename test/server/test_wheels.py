@@ -53,7 +53,8 @@ def metadata_of(wheel: Path) -> tuple[email.message.Message, list[str], str]:
 def test_sglang_wheel_is_the_fork(dist: Path, python: tuple[int, int]) -> None:
     metadata, names, entry_points = metadata_of(wheels_for(dist, python)[0])
     assert (metadata["Name"], metadata["Version"]) == ("sglang", "0.5.23+kdtree.1")
-    assert "sglang-kernel==0.4.10+kdtree.1" in metadata.get_all("Requires-Dist")
+    assert {"sglang-kernel==0.4.10+kdtree.1", "kdtree-spec==0.1.0"} <= set(metadata.get_all("Requires-Dist"))
+    assert "sglang-kdtree = sglang_kdtree.cli:main" in entry_points
     assert "kdtree = sglang_kdtree.plugin:register" in entry_points
     assert "sglang = sglang.cli.main:main" in entry_points
     for file in ("sglang/launch_server.py", "sglang_kdtree/attention/backend.py", "sglang_kdtree/upstream.lock"):
@@ -87,6 +88,7 @@ def serve_from(venv: Path, log: Path, reference: ReferenceModel) -> None:
     assert "Version: 0.5.23+kdtree.1" in shown and "Version: 0.4.10+kdtree.1" in shown
     places = run(python, "-c", "import sglang, sgl_kernel, sglang_kdtree as k; print(sglang, sgl_kernel, k)")
     assert places.count(str(venv)) == 3
+    assert "against the oracle" in run(venv / "bin" / "sglang-kdtree", "doctor")
     with Server(log, *SMALL, python=str(venv / "bin" / "sglang"), launch=("serve",)) as server:
         assert_greedy(reference, PROMPT, server.generate(PROMPT, 32, ignore_eos=True)["output_ids"])
         assert len(log_lines(log, "kdtree_mla: rank=0/1")) == 1

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from sglang.srt.layers.sampler import apply_custom_logit_processor
+from sglang.srt.utils import async_h2d
 
 if TYPE_CHECKING:
     from sglang.srt.layers.logits_processor import LogitsProcessorOutput
@@ -54,7 +55,7 @@ def forbid_early_stops(logits: torch.Tensor, batch: ScheduleBatch, depths: torch
         if stops:
             outputs = batch.seq_lens[row] + depths[row] + 1 - len(req.origin_input_ids)
             barred = torch.where(outputs < wanted, -torch.inf, 0.0)
-            columns = torch.tensor(stops, device=logits.device)
+            columns = async_h2d(stops, dtype=torch.int64, device=logits.device)
             logits[row, :, columns] += barred[:, None].to(logits.dtype)
 
 

@@ -28,6 +28,7 @@ from sglang.srt.speculative.spec_utils import (
     draft_pp_context,
     draft_tp_context,
 )
+from sglang.srt.utils import async_h2d
 
 from sglang_kdtree.metrics import RankMetrics
 from sglang_kdtree.speculative import algorithm, cpu_attention, sampling
@@ -145,8 +146,9 @@ class DDTreeWorker(BaseSpecWorker):
         result.new_seq_lens = batch.seq_lens
         if on_publish is not None:
             on_publish(result.new_seq_lens)
-        starts = torch.tensor(batch.prefix_lens, device=self.device)
-        lens = torch.tensor(batch.extend_lens, device=self.device)
+        # From pinned memory: a plain copy to a GPU would wait for the target's forward.
+        starts = async_h2d(batch.prefix_lens, dtype=torch.int64, device=self.device)
+        lens = async_h2d(batch.extend_lens, dtype=torch.int64, device=self.device)
         total = sum(batch.extend_lens)
         # Position of a token: its request's first new position, and its place among the new ones.
         first = (starts - lens.cumsum(0) + lens).repeat_interleave(lens, output_size=total)
