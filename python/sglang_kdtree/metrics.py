@@ -51,13 +51,17 @@ def _families() -> dict[str, Any]:
     }
 
 
+def _model_name(args: Any) -> str:
+    return str(getattr(args, "served_model_name", None) or getattr(args, "model_path", ""))
+
+
 class RankMetrics:
     """What one rank reports. Does nothing unless the server has --enable-metrics."""
 
     def __init__(self, runner: ModelRunner, tp_rank: int) -> None:
         args = getattr(runner, "server_args", None)
         self._enabled = bool(getattr(args, "enable_metrics", False)) and not runner.is_draft_worker
-        self._labels = {"model_name": getattr(args, "served_model_name", ""), "tp_rank": str(tp_rank)}
+        self._labels = {"model_name": _model_name(args), "tp_rank": str(tp_rank)}
         self._by_mode: dict[str, tuple[Any, Any]] = {}
 
     def info(self, tp_size: int, device: str, kernel: str, kv_cache: str, mode: str) -> None:

@@ -5,10 +5,12 @@
         [--rollouts 8192]
 
 With --rollouts, half of every batch is text that the target wrote itself, which is what it is asked to draft; a GPU
-writes it in minutes. Writes config.json, model.safetensors (bf16) and training.json. The loss is the divergence from the target's own
-distribution, weighted down with the distance from the anchor (DFlash, arXiv 2602.06036, section 4: an error near the
-anchor ends the block). Prints how far a chain of the drafter follows the target's greedy choice on held-out text.
-Seeded; another device or torch version gives other weights of the same quality.
+writes it in minutes. Writes config.json, model.safetensors (bf16) and training.json.
+
+The loss is the divergence from the target's own distribution, weighted down with the distance from the anchor (DFlash,
+arXiv 2602.06036, section 4: an error near the anchor ends the block). Prints how far a chain of the drafter follows the
+target's greedy choice on held-out text. Seeded; another device or torch version gives other weights of the same
+quality.
 """
 
 from __future__ import annotations

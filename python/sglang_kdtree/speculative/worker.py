@@ -243,10 +243,9 @@ class DDTreeWorker(BaseSpecWorker):
             kv_loc_plan=plan,
             packed_mask=trees.mask,
         )
-        forward_batch, _ = verify_input.prepare_for_verify(batch, self._target_worker)
-        result = self._target_worker.forward_batch_generation(
-            batch=None, forward_batch=forward_batch, is_verify=True, skip_attn_backend_init=True
-        )
+        # The attention's metadata are the forward's own to make, once.
+        forward_batch, _ = verify_input.prepare_for_verify(batch, self._target_worker, defer_metadata_init=True)
+        result = self._target_worker.forward_batch_generation(batch=None, forward_batch=forward_batch, is_verify=True)
         batch.forward_mode = ForwardMode.DECODE
         return result
 
